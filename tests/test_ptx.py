@@ -34,7 +34,10 @@ def first(specs: Any, **wanted: object) -> GemmSpec:
 
 PLAIN = first(policies.covering_specs(), tile_m=64, tile_n=112, warp_schedule="pingpong")
 LOOSE = first(policies.loose_specs(), tile_n=16, cluster_n=2, tile_scheduler="static")
-SCALED = first(policies.block_specs(), tile_n=16, grouped=None, a_block=1, b_block=1, tile_m=64)
+SCALED = [
+    first(policies.block_specs(), tile_m=64, grouped=None, a_block=a_block, b_block=b_block)
+    for a_block, b_block in ((1, 1), (1, 128), (128, 128))
+]
 
 
 def check(spec: GemmSpec, number: int = 1, edit: Any = lambda text: text) -> None:
@@ -47,9 +50,10 @@ def test_a_kernel_is_right_and_writes_nothing_else(spec):
     check(spec)
 
 
-def test_scales_that_come_with_their_lines_are_multiplied_in():
-    problem, raster_order = cases.edge_problems(SCALED, SMS)[0]
-    outcome.check_scaled(PtxGpu(), SCALED, problem, raster_order, 0, SMS)  # type: ignore
+@pytest.mark.parametrize("spec", SCALED, ids=lambda spec: spec.name)
+def test_scales_that_come_with_their_lines_are_multiplied_in(spec):
+    problem, raster_order = cases.edge_problems(spec, SMS)[0]
+    outcome.check_scaled(PtxGpu(), spec, problem, raster_order, 0, SMS)  # type: ignore
 
 
 @pytest.mark.parametrize("case", [Case((32, 144)), Case((144, 16), block=128)], ids=str)

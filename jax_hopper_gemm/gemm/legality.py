@@ -35,8 +35,7 @@ MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
-STAGED_SCALE_REGISTERS = {"float32": 8, "int32": 24}  # more, where scales are read from stages
-COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a scale
+COLUMN_SCALE_REGISTERS = {"float32": 0, "int32": 24}  # more, where each column has a scale
 PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
@@ -61,10 +60,8 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= MAILBOX_REGISTERS
     if spec.cuts_operands:
         left -= PARTS_REGISTERS
-    if spec.stages_scales:
-        left -= STAGED_SCALE_REGISTERS[spec.sum_dtype]
-    elif spec.b_block == 1:  # those of all columns of a thread, and their addresses
-        left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
+    if spec.b_block == 1:
+        left -= COLUMN_SCALE_REGISTERS[spec.sum_dtype]
     if spec.converts_b:
         left -= CONVERSION_REGISTERS
     if spec.epilogue:

@@ -27,7 +27,8 @@ SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbo
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 MAX_SUM_COLUMNS = 192  # of promoted sums that fit beside a tile's accumulators, of as many columns
-MAX_STAGED_COLUMNS = 176  # the same where each column has a scale of its own
+MAX_SCALED_COLUMNS = 176  # the same where each column has a scale of its own
+SCALES_ALIGNMENT = 4  # float32 numbers: copies of block scales begin at multiples, of 16 bytes
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
@@ -232,15 +233,24 @@ class GemmSpec:
 
         They are a piece of a tile; one after the other takes the same registers.
         """
-        most = MAX_STAGED_COLUMNS if self.stages_scales else MAX_SUM_COLUMNS
+        most = MAX_SCALED_COLUMNS if self.b_block == 1 else MAX_SUM_COLUMNS
         return self.tile_n if self.tile_n <= most else self.tile_n // 2
 
     @property
     def stages_scales(self) -> bool:
-        """Whether block scales arrive in stages: those of single lines of both operands do, but
-        where rows are grouped, which begin between multiples of 16 bytes."""
-        lines = self.a_block == self.b_block == 1
-        return lines and self.grouped != "m" and self.gathered is None
+        """Whether block scales arrive in stages: where columns have their own, or rows groups."""
+        return self.b_block == 1 or self.a_block > 0 and self.grouped == "m"
+
+    @property
+    def scales_of_lines(self) -> tuple[int, int]:
+        """float32 numbers that a stage gets of the block scales of A's lines, and of B's.
+
+        Copies begin at multiples of `SCALES_ALIGNMENT`. A tile has lines of at most three blocks.
+        """
+        rows = self.tile_m + (SCALES_ALIGNMENT if self.grouped == "m" else 0)
+        sides = (self.a_block, rows), (self.b_block, self.tile_n)
+        of_a, of_b = (lines if block == 1 else 2 * SCALES_ALIGNMENT for block, lines in sides)
+        return of_a, of_b
 
     @property
     def tile_registers(self) -> int:
@@ -328,7 +338,7 @@ class GemmSpec:
     def scale_bytes(self) -> int:
         """Bytes of the scales that a stage gets: of B, or of a tile's rows and columns."""
         if self.stages_scales:
-            return 4 * (self.tile_m + self.tile_n)
+            return 4 * sum(self.scales_of_lines)
         return 4 * self.tile_n * (self.tile_k // self.k_group) if self.k_group else 0
 
     @property

@@ -208,6 +208,8 @@ def _block_violations(t: ProblemType) -> Iterator[str]:
         yield "a product with two B's has block scales: multiply one after the other"
     if t.nested:
         yield "blocks have scales, and the product has a nested batch: copy it"
+    if t.gathered:
+        yield "blocks have scales, and the product gathers rows: gather them beforehand"
     if t.grouped == "m" and t.a_block != 1:
         yield "groups begin within blocks of A: take blocks of one row, or copy it"
 

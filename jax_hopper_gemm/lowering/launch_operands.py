@@ -21,7 +21,7 @@ from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .call import CUT, Call
 from .cutting import cut_along
 from .devices import lowers_shard
-from .route import Request, Route, scale_letters, scale_shape
+from .route import Request, Route, scale_letters
 
 
 def factors(
@@ -174,11 +174,11 @@ def _block_scales(
     assert route.gemm
     p, inputs = route.gemm.problem, []
     values = call.scales[::-1] if route.gemm.swap_ab else call.scales
-    for value, scales, lines in zip(values, (p.a_scales, p.b_scales), (p.m, p.n), strict=True):
+    for value, scales in zip(values, (p.a_scales, p.b_scales), strict=True):
         assert scales
         aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
-        shape = (*aval.shape[:-2], *scale_shape(scales.block, lines, p.k))
-        arranged = partial(_as_read, length=shape[-1])
+        shape = (*aval.shape[:-2], aval.shape[-1], scales.k_stride)
+        arranged = partial(_as_read, length=scales.k_stride)
         lower = mlir.lower_fun(arranged, multiple_results=False)
         out = ShapedArray(shape, aval.dtype)
         (value,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)

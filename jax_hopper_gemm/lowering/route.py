@@ -31,7 +31,7 @@ from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
 from ..gemm.raster import RasterOrder
-from ..gemm.spec import PROMOTION_K, GemmSpec
+from ..gemm.spec import PROMOTION_K, SCALES_ALIGNMENT, GemmSpec
 from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.
@@ -235,20 +235,25 @@ def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
     if not request.groups and p.l != matrices:
         raise NotAGemm("rows that share scales lie in several places")
 
+    staged = b_block == 1 or p.groups is not None  # perhaps: `GemmSpec.stages_scales`
+
     def scales(block: int, lines: int) -> BlockScales:
-        along_k, length = scale_shape(block, lines, p.k)
+        along_k, length = scale_shape(block, lines, p.k, staged)
         return BlockScales(block, length, 0 if p.groups_k else along_k * length)
 
     return replace(p, promoted=True, a_scales=scales(a_block, p.m), b_scales=scales(b_block, p.n))
 
 
-def scale_shape(block: int, lines: int, k: int) -> tuple[int, int]:
+def scale_shape(block: int, lines: int, k: int, staged: bool = True) -> tuple[int, int]:
     """Returns the shape of a matrix's block scales as a kernel reads them, by 128 of K first.
 
-    Behind those of single lines there are as many more as a tile has columns.
+    Behind the last are as many more as a copy into a stage may read; of single lines always.
     """
     length = ceil_div(lines, block)
-    return ceil_div(k, PROMOTION_K), length if block > 1 else ceil_div(length, 16) * 16 + MAX_TILE_N
+    if block > 1 and not staged:
+        return ceil_div(k, PROMOTION_K), length
+    step, more = (16, MAX_TILE_N + 16) if block == 1 else (SCALES_ALIGNMENT, SCALES_ALIGNMENT)
+    return ceil_div(k, PROMOTION_K), ceil_div(length, step) * step + more
 
 
 def scale_letters(request: Request, problem: GemmProblem) -> tuple[str, str]:

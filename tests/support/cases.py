@@ -17,7 +17,7 @@ from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import PROMOTION_K, GemmSpec
 from jax_hopper_gemm.lowering.route import scale_shape
 
 MAX_EXTENT = 9000
@@ -217,7 +217,7 @@ def scale_inputs(problem: GemmProblem, inputs: Inputs, seed: int) -> Inputs:
         return replace(inputs, scales=tuple(arrays))
     for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
         assert scales
-        along_k, length = scale_shape(scales.block, lines, problem.k)
+        along_k, length = ceil_div(problem.k, PROMOTION_K), scales.k_stride
         matrices = problem.l if scales.batch_stride else 1
         array = np.exp2(rng.integers(-2, 3, (matrices, along_k, length))).astype(np.float32)
         array[..., -(-lines // scales.block) :] = np.nan

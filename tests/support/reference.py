@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from support.places import Operand, Place, factor_places, shape_of, strided, strides_of
 
+from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import PROMOTION_K
-from jax_hopper_gemm.lowering.route import scale_shape
 
 
 def dtype_of(problem: GemmProblem, operand: Operand) -> np.dtype:
@@ -88,9 +88,9 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
         matrices = problem.l if problem.b.batch_stride else 1
         scales = Place.compact((matrices, groups, problem.n), "float32")
         found += [(scales,)] * problem.graph.accumulators
-    for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
+    for scales in (problem.a_scales, problem.b_scales):
         if scales:
-            along_k, length = scale_shape(scales.block, lines, problem.k)
+            along_k, length = ceil_div(problem.k, PROMOTION_K), scales.k_stride
             matrices = problem.l if scales.batch_stride else 1
             found.append((Place.compact((matrices, along_k, length), "float32"),))
     return found

@@ -55,7 +55,7 @@ CONSUMERS = {
 
 def make_producer(spec):
     if spec.stages_scales:
-        return StagingProducer(spec)
+        return StagingProducer(spec, TmaOperand(spec, "a"), _b(spec))
     if spec.reads_parts:
         return StoredPartsProducer(spec, TmaOperand(spec, "a"), _b(spec))
     return PRODUCERS[spec.gathered](spec)

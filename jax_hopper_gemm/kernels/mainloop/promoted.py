@@ -32,7 +32,7 @@ from ...gemm.wgmma_fragment import (
 from ..shared_memory import WARPGROUP
 from .ss import SharedConsumer
 
-COLUMNS_OF_TILE = 16  # tiles along N are whole multiples
+AHEAD = 2  # k-tiles that scales are loaded ahead
 
 
 class PromotedConsumer(SharedConsumer):
@@ -147,9 +147,9 @@ class TileScales:
 
 
 class ScaledConsumer(PromotedConsumer):
-    """Sums are multiplied by the scales of their rows of A and columns of B, a k-tile's own.
+    """Sums are multiplied by the scales of their rows of A and blocks of B, a k-tile's own.
 
-    A thread loads its scales some k-tiles before they are used: from L2 they take as long as the
+    A thread loads its scales two k-tiles before they are used: from L2 they take as long as the
     tensor cores take for a k-tile.
     """
 
@@ -158,11 +158,7 @@ class ScaledConsumer(PromotedConsumer):
         assert spec.tile_k == PROMOTION_K
         self.row_blocks = spec.rows_per_warpgroup // 64
         self.rows = 2 if spec.a_block == 1 else 1  # scales of a 64-row block
-        # Columns that share a scale in every tile; of scales for each column, a thread's own.
-        self.shared = gcd(spec.tile_n, spec.b_block)
-        single = spec.b_block == 1
-        self.column_scales = spec.tile_n // 4 if single else spec.tile_n // self.shared
-        self.ahead = 1 if single else 2  # k-tiles that scales are loaded ahead
+        self.shared = gcd(spec.tile_n, spec.b_block)  # columns that have one scale in every tile
 
     def multiply(self, view, ring, state, coords, on_issued):
         located = replace(view, scales=self.locate(view, coords))
@@ -174,29 +170,22 @@ class ScaledConsumer(PromotedConsumer):
         """Returns the `TileScales` of a tile. What lies outside of D has the last one's."""
         s, (of_a, of_b) = self.spec, view.scales
         position = DividedPosition(cute.arch.thread_idx()[0] % WARPGROUP)
-        tile_row = coords.first if s.grouped == "m" else coords.m * s.tile_m
         lines = []
         for i in range(self.row_blocks):
-            row = tile_row + view.first_row + 64 * self.atom_layout_m * i
+            row = coords.m * s.tile_m + view.first_row + 64 * self.atom_layout_m * i
             if s.a_block == 1:
                 row = first_row(position, row)
                 lines.append(tuple(smaller(nth_row(row, j), of_a.last) for j in range(2)))
             else:
                 lines.append((smaller(row // s.a_block, of_a.last),))
-        column = coords.n * s.tile_n
-        if s.b_block == 1:
-            column = smaller(column, of_b.last // COLUMNS_OF_TILE * COLUMNS_OF_TILE)
-            columns = (first_column(position, column),)
-        else:
-            # NOTE: those of the thread's own columns, although all threads have the same. Scales
-            # that are seen to be the same go to uniform registers as soon as they are loaded, and
-            # the warp waits for them before it issues its wgmmas.
-            own = first_column(position, column)
-            starts = (own + self.shared * i for i in range(self.column_scales))
-            columns = tuple(smaller(start // s.b_block, of_b.last) for start in starts)
-        a_batch = 0 if s.grouped == "m" else coords.batch
+        # NOTE: those of the thread's own columns, although all threads have the same. Scales that
+        # are seen to be the same go to uniform registers as soon as they are loaded, and the warp
+        # waits for them before it issues its wgmmas.
+        own = first_column(position, coords.n * s.tile_n)
+        starts = (own + i for i in range(0, s.tile_n, self.shared))
+        columns = tuple(smaller(start // s.b_block, of_b.last) for start in starts)
         return TileScales(
-            a=tuple(tuple(self.at(of_a, a_batch, coords, x) for x in pair) for pair in lines),
+            a=tuple(tuple(self.at(of_a, coords.batch, coords, x) for x in pair) for pair in lines),
             b=tuple(self.at(of_b, coords.batch, coords, x) for x in columns),
             a_stride=of_a.k_stride, b_stride=of_b.k_stride,
         )  # fmt: skip
@@ -208,14 +197,14 @@ class ScaledConsumer(PromotedConsumer):
 
     def first_scales(self, scales, k_tiles):
         held = []
-        for k_tile in range(self.ahead):
+        for k_tile in range(AHEAD):
             loaded = self.load_scales(scales, smaller(Int32(k_tile), k_tiles - 1))
             held.append(cute.make_rmem_tensor((len(loaded),), Float32))
             _write(held[-1], loaded)
         return held
 
     def next_scales(self, scales, ahead, k_tile, k_tiles):
-        loaded = self.load_scales(scales, smaller(k_tile + self.ahead, k_tiles - 1))
+        loaded = self.load_scales(scales, smaller(k_tile + AHEAD, k_tiles - 1))
         queue = [[x[i] for i in range(len(loaded))] for x in ahead]
         for target, values in zip(ahead, [*queue[1:], loaded], strict=True):
             _write(target, values)
@@ -225,30 +214,17 @@ class ScaledConsumer(PromotedConsumer):
         """Returns those of a k-tile: of each 64-row block its rows', then those of the columns."""
         down, along = (k_tile * stride for stride in (scales.a_stride, scales.b_stride))
         rows = [cute.arch.load(p + down, Float32) for pair in scales.a for p in pair]
-        if self.spec.b_block > 1:
-            return rows + [cute.arch.load(p + along, Float32) for p in scales.b]
-        (first,) = scales.b
-        columns = []
-        for i in range(0, self.column_scales, 2):  # neighbours, two at a time
-            pair = cute.recast_ptr(first + along + nth_column(0, i), dtype=Int64)
-            both = cute.arch.load(pair, Int64)
-            columns += (_as_float(both & 0xFFFFFFFF), _as_float(both >> 32))
-        return rows + columns
+        return rows + [cute.arch.load(p + along, Float32) for p in scales.b]
 
     def promote(self, view, block, part, scales):
         rows = scales[self.rows * block : self.rows * (block + 1)]
         columns = scales[self.rows * self.row_blocks :]
         for v, at in self.places(block, part):
             row, column = line_of(at - block * (self.spec.tile_n // 2))
-            own = column if self.spec.b_block == 1 else nth_column(0, column) // self.shared
-            scale = rows[row % self.rows] * columns[own]
+            scale = rows[row % self.rows] * columns[nth_column(0, column) // self.shared]
             view.acc[at] = scaled_sum(view.sums[v], scale, view.acc[at])
 
 
 def _write(registers, values):
     for i, value in enumerate(values):
         registers[i] = value
-
-
-def _as_float(bits):
-    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value()))

@@ -92,9 +92,26 @@ def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
         cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
         defer_sync=True,
     )
+    if s.promoted and (s.stages_scales or not s.a_block):  # measured: else nothing is gained
+        ring = _kept_in_registers(ring)
     if stage_bytes is not None:
         ring.sync_object_full.tx_count = stage_bytes  # `create` takes a Python int
     return ring
+
+
+def _kept_in_registers(ring):
+    """Returns the pipeline whose consumers hold on to which thread frees a stage, and where.
+
+    ptxas would work both out again in each k-tile, from the thread's number, which a warp that
+    must be quick waits for. It does not know what comes out of a shuffle.
+    """
+    lane, signals = cute.arch.lane_idx(), Int32(ring.is_signaling_thread)
+    mask = ring.consumer_mask
+    return replace(
+        ring,
+        consumer_mask=None if mask is None else cute.arch.shuffle_sync(Int32(mask), lane),
+        is_signaling_thread=cute.arch.shuffle_sync(signals, lane) != 0,
+    )
 
 
 def skip_tile(spec, state, coords):

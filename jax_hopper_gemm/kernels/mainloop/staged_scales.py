@@ -7,12 +7,14 @@ wait for registers that loads' addresses are in.
 """
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 from cutlass.cutlass_dsl import min as smaller
 
+from ...gemm.spec import PROMOTION_K, SCALES_ALIGNMENT
 from ...gemm.wgmma_fragment import (
     DividedPosition,
     first_column,
@@ -23,9 +25,17 @@ from ...gemm.wgmma_fragment import (
 )
 from ..shared_memory import WARPGROUP
 from .promoted import PromotedConsumer, scaled_sum, without_zeros
-from .tma import TmaOperand, TmaProducer
+from .tma import TmaProducer
 
-ALIGNED_LINES = 16  # float32 that a copy may begin at are multiples
+
+def _first_lines(spec, coords):
+    """Returns a tile's first row and its first column."""
+    return coords.first if spec.grouped == "m" else coords.m * spec.tile_m, coords.n * spec.tile_n
+
+
+def _aligned(scale):
+    """Returns the scale that a copy begins at for it to have this one."""
+    return scale // SCALES_ALIGNMENT * SCALES_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,8 @@ class Source:
 class StagingProducer(TmaProducer):
     """Loads both operands and their scales; every CTA of a cluster all scales of its own."""
 
-    def __init__(self, spec):
-        super().__init__(spec, TmaOperand(spec, "a"), TmaOperand(spec, "b"))
+    def __init__(self, spec, a, b):
+        super().__init__(spec, a, b)
         self.tma_bytes += spec.scale_bytes
 
     def partition_for_load(self, args, stages, tma_coords, cta):
@@ -51,13 +61,14 @@ class StagingProducer(TmaProducer):
     def partition(self, view, coords):
         slices = super().partition(view, coords)
         s, (scales, _), sources = self.spec, view[2], []
-        firsts = (coords.m * s.tile_m, s.tile_m), (coords.n * s.tile_n, s.tile_n)
-        for of, (first, lines) in zip(scales, firsts, strict=True):
-            # NOTE: behind the last line is as much padding as a tile has lines, and no more.
-            first = smaller(first, (of.last // ALIGNED_LINES + 1) * ALIGNED_LINES)
-            at = Int64(coords.batch) * of.batch_stride + Int64(coords.k_first) * of.k_stride
-            address = (of.scales + (at + first)).toint()
-            sources.append(Source(address, Int64(of.k_stride) * 4, 4 * lines))
+        batches = 0 if s.grouped == "m" else coords.batch, coords.batch
+        sides = zip(scales, (s.a_block, s.b_block), batches, s.scales_of_lines, strict=True)
+        for (of, block, batch, count), first in zip(sides, _first_lines(s, coords), strict=True):
+            # NOTE: a tile outside of D gets the last scales, of which it makes nothing.
+            start = _aligned(smaller(first // block, of.last))
+            at = Int64(batch) * of.batch_stride + Int64(coords.k_first) * of.k_stride
+            address = (of.scales + (at + start)).toint()
+            sources.append(Source(address, Int64(of.k_stride) * 4, 4 * count))
         return *slices, sources
 
     @cute.jit
@@ -73,53 +84,104 @@ class StagingProducer(TmaProducer):
                 at = at + source.nbytes
 
 
+@dataclass(frozen=True)
+class TilePointers:
+    """Pointers to scales of a tile in the first stage."""
+
+    rows: list  # for each 64-row block: to that of the thread's first row
+    columns: list  # to that of each of the tile's columns, or blocks of `shared` ones
+
+
 class StagedConsumer(PromotedConsumer):
     """Sums are multiplied by the scales of their row and column, a k-tile's own."""
 
+    def __init__(self, spec, atom_layout_m, before_read):
+        super().__init__(spec, atom_layout_m, before_read)
+        assert spec.tile_k == PROMOTION_K
+        self.shared = gcd(spec.tile_n, spec.b_block)  # columns that have one scale in every tile
+
     def partition_for_math(self, stages, warpgroup, args):
         view = super().partition_for_math(stages, warpgroup, args)
-        position = DividedPosition(cute.arch.thread_idx()[0] % WARPGROUP)
-        rows = stages.scales + first_row(position, view.first_row)
-        return replace(
-            view, scales=(rows, stages.scales + first_column(position, self.spec.tile_m))
-        )
+        return replace(view, scales=stages.scales)
 
     def multiply(self, view, ring, state, coords, on_issued):
-        state = super().multiply(view, ring, state, coords, on_issued)
+        located = replace(view, scales=self.locate(view, coords))
+        state = super().multiply(located, ring, state, coords, on_issued)
         without_zeros(view, coords)
         return state
 
+    def locate(self, view, coords):
+        """Returns the `TilePointers` of a tile."""
+        s, position = self.spec, DividedPosition(cute.arch.thread_idx()[0] % WARPGROUP)
+        row, column = _first_lines(s, coords)
+        own_row, own_column = first_row(position, view.first_row), first_column(position)
+        blocks = range(s.rows_per_warpgroup // 64)
+        lines = [own_row + 64 * self.atom_layout_m * i for i in blocks]
+        if s.a_block == 1:
+            before = row % SCALES_ALIGNMENT if s.grouped == "m" else 0
+            rows = [before + line for line in lines]
+        else:
+            rows = [(row + line) // s.a_block - _aligned(row // s.a_block) for line in lines]
+        # NOTE: of blocks, too, those of the thread's own columns, although all threads have the
+        # same: what is seen to be the same goes to uniform registers, for which the warp waits.
+        if s.b_block == 1:
+            columns = [own_column + nth_column(0, i) for i in range(s.tile_n // 4)]
+        else:
+            starts = [column + own_column + i for i in range(0, s.tile_n, self.shared)]
+            columns = [x // s.b_block - _aligned(column // s.b_block) for x in starts]
+        behind = view.scales + s.scales_of_lines[0]
+        return TilePointers(
+            tuple(view.scales + x for x in rows), tuple(behind + x for x in columns)
+        )
+
     def piece_scales(self, view, scales, block, part, stage):
-        """Returns those of a thread's rows and of half of its columns, and pointers to the rest."""
-        of_rows, of_columns = (x + stage * (self.spec.scale_stage_bytes // 4) for x in view.scales)
-        first = 64 * self.atom_layout_m * block
-        rows = [_read(of_rows + (first + nth_row(0, j)), 1) for j in range(2)]
-        pairs = [
-            of_columns + (part * self.columns + nth_column(0, i))
-            for i in range(0, self.columns // 4, 2)
+        """Returns those of a thread's rows, of columns by their numbers, and where others lie."""
+        s, offset = self.spec, stage * (self.spec.scale_stage_bytes // 4)
+        rows = [
+            _read(view.scales.rows[block] + (offset + nth_row(0, i)), 1)[0]
+            for i in range(2 if s.a_block == 1 else 1)
         ]
-        half = len(pairs) // 2
-        return [x for (x,) in rows], _read_pairs(pairs[:half]), pairs[half:]
+        mine = sorted({self.column_of(part, v) for v, _ in self.places(block, part)})
+        at = {i: view.scales.columns[i] + offset for i in mine}
+        if s.b_block > 1:
+            return rows, {i: _read(pointer, 1)[0] for i, pointer in at.items()}, {}
+        # NOTE: there are registers for half of the columns of a piece.
+        half = mine[: len(mine) // 4 * 2]
+        return rows, _read_pairs({i: at.pop(i) for i in half}), at
 
     def finish_piece(self, view, block, part, scales, release):
         rows, columns, others = scales
-        self.promote(view, block, part, (rows, 0, columns))
-        rest = _read_pairs(others)
-        release()
-        self.promote(view, block, part, (rows, len(columns), rest))
+        if not others:
+            release()
+        self.promote(view, block, part, (rows, columns))
+        if others:
+            columns = _read_pairs(others)
+            cute.arch.sync_warp()  # one thread releases what all have read
+            release()
+            self.promote(view, block, part, (rows, columns))
 
     def promote(self, view, block, part, scales):
         """Adds the sums of those columns that scales are given of."""
-        rows, first, columns = scales
+        rows, columns = scales
         for v, at in self.places(block, part):
-            row, column = line_of(v)
-            if first <= column < first + len(columns):
-                scale = rows[row % 2] * columns[column - first]
+            if (column := self.column_of(part, v)) in columns:
+                scale = rows[line_of(v)[0] % len(rows)] * columns[column]
                 view.acc[at] = scaled_sum(view.sums[v], scale, view.acc[at])
+
+    def column_of(self, part, v):
+        """Returns which of `TilePointers.columns` is that of a sum of a piece."""
+        column = line_of(v)[1]
+        if self.spec.b_block == 1:
+            return part * self.columns // 4 + column
+        return (part * self.columns + nth_column(0, column)) // self.shared
 
 
 def _read_pairs(pointers):
-    return [x for pointer in pointers for x in _read(pointer, 2)]
+    """Returns what pointers by number point to, neighbours two at a time."""
+    numbers, found = list(pointers), {}
+    for i, j in zip(numbers[::2], numbers[1::2], strict=True):
+        found[i], found[j] = _read(pointers[i], 2)
+    return found
 
 
 def _read(pointer, count):
