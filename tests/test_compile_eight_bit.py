@@ -54,7 +54,7 @@ SPECS = [
     spec_of(E4M3, E5M2, "bfloat16", tile_n=192, promoted=True, grouped="k"),
     spec_of(E4M3, E4M3, "bfloat16", grouped="k", tile_scheduler="dynamic"),
     spec_of(
-        E4M3, E4M3, "bfloat16", tile_n=128, promoted=True, a_block=1, b_block=1, grouped="k",
+        E4M3, E4M3, "bfloat16", promoted=True, a_block=1, b_block=1, grouped="k",
         tile_scheduler="dynamic",
     ),
     spec_of(INT8, INT8, "int32"),

@@ -35,7 +35,8 @@ MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
-COLUMN_SCALE_REGISTERS = {"float32": 0, "int32": 24}  # more, where each column has a scale
+# More, where each column has a scale; those of float32 sums are free again without an epilogue.
+COLUMN_SCALE_REGISTERS = {"float32": 8, "int32": 24}
 PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
@@ -60,7 +61,7 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= MAILBOX_REGISTERS
     if spec.cuts_operands:
         left -= PARTS_REGISTERS
-    if spec.b_block == 1:
+    if spec.b_block == 1 and (spec.epilogue or spec.sum_dtype == "int32"):
         left -= COLUMN_SCALE_REGISTERS[spec.sum_dtype]
     if spec.converts_b:
         left -= CONVERSION_REGISTERS

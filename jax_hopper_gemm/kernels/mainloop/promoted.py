@@ -141,7 +141,7 @@ class TileScales:
     """Where the scales of a thread's rows and columns of a tile lie, at its first k-tile."""
 
     a: tuple  # pointers, for each 64-row block: to those of the thread's rows, or of the block
-    b: Any  # to the first of its columns, or for each block of columns
+    b: tuple  # pointers, for each block of columns that the tile has a part of
     a_stride: Any  # elements to the next k-tile's
     b_stride: Any
 
