@@ -51,7 +51,7 @@ def test_a_kernel_is_right_and_writes_nothing_else(spec):
 
 
 @pytest.mark.parametrize("spec", SCALED, ids=lambda spec: spec.name)
-def test_scales_that_come_with_their_lines_are_multiplied_in(spec):
+def test_block_scales_are_multiplied_in(spec):
     problem, raster_order = cases.edge_problems(spec, SMS)[0]
     outcome.check_scaled(PtxGpu(), spec, problem, raster_order, 0, SMS)  # type: ignore
 

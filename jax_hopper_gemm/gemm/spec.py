@@ -75,6 +75,14 @@ CACHED_OF = {
 }  # fmt: skip
 
 
+def stages_scales(b_block: int, grouped: VarlenAxis | None) -> bool:
+    """Whether scales of blocks, so many columns each, arrive in stages with their operands.
+
+    They do where columns have their own, and where rows are in groups.
+    """
+    return b_block == 1 or (b_block > 0 and grouped == "m")
+
+
 @dataclass(frozen=True)
 class GemmSpec:
     """One kernel. All fields are compile-time constants of it.
@@ -238,8 +246,8 @@ class GemmSpec:
 
     @property
     def stages_scales(self) -> bool:
-        """Whether block scales arrive in stages: where columns have their own, or rows groups."""
-        return self.b_block == 1 or self.a_block > 0 and self.grouped == "m"
+        """Whether block scales arrive in stages."""
+        return stages_scales(self.b_block, self.grouped)
 
     @property
     def scales_of_lines(self) -> tuple[int, int]:

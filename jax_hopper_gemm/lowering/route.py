@@ -31,7 +31,7 @@ from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
 from ..gemm.raster import RasterOrder
-from ..gemm.spec import PROMOTION_K, SCALES_ALIGNMENT, GemmSpec
+from ..gemm.spec import PROMOTION_K, SCALES_ALIGNMENT, GemmSpec, stages_scales
 from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.
@@ -235,7 +235,7 @@ def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
     if not request.groups and p.l != matrices:
         raise NotAGemm("rows that share scales lie in several places")
 
-    staged = b_block == 1 or p.groups is not None  # perhaps: `GemmSpec.stages_scales`
+    staged = stages_scales(b_block, p.groups and p.groups.axis)
 
     def scales(block: int, lines: int) -> BlockScales:
         along_k, length = scale_shape(block, lines, p.k, staged)

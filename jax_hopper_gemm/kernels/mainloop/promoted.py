@@ -116,14 +116,6 @@ def scaled_sum(value, scale, total):
     return _in_order("fma.rn.f32 $0, $1, $2, $3;", value.to(Float32), scale, total)
 
 
-def without_zeros(view, coords):
-    """Sets a tile to zero that is of no group: zeros times scales may be infinite or NaN."""
-    counts = coords.filled if coords.belongs is None else coords.belongs
-    if counts is not None:
-        for v in range(cute.size(view.acc)):
-            view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
-
-
 def _in_order(instruction, *operands):
     """Returns the float32 of an instruction that stays in its place among others and wgmmas.
 
@@ -136,6 +128,25 @@ def _in_order(instruction, *operands):
     return Float32(llvm.inline_asm(T.f32(), values, instruction, constraints, **options))
 
 
+class BlocksConsumer(PromotedConsumer):
+    """Sums are multiplied by the scales of their rows of A and columns of B, a k-tile's own."""
+
+    def __init__(self, spec, atom_layout_m, before_read):
+        super().__init__(spec, atom_layout_m, before_read)
+        assert spec.tile_k == PROMOTION_K
+        self.shared = gcd(spec.tile_n, spec.b_block)  # columns that have one scale in every tile
+
+    def multiply(self, view, ring, state, coords, on_issued):
+        located = replace(view, scales=self.locate(view, coords))
+        state = super().multiply(located, ring, state, coords, on_issued)
+        # A tile of no group is zero: zeros times scales may be infinite or NaN.
+        counts = coords.filled if coords.belongs is None else coords.belongs
+        if counts is not None:
+            for v in range(cute.size(view.acc)):
+                view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
+        return state
+
+
 @dataclass(frozen=True)
 class TileScales:
     """Where the scales of a thread's rows and columns of a tile lie, at its first k-tile."""
@@ -146,25 +157,16 @@ class TileScales:
     b_stride: Any
 
 
-class ScaledConsumer(PromotedConsumer):
-    """Sums are multiplied by the scales of their rows of A and blocks of B, a k-tile's own.
+class ScaledConsumer(BlocksConsumer):
+    """A thread loads its scales, those of B of blocks, two k-tiles before they are used.
 
-    A thread loads its scales two k-tiles before they are used: from L2 they take as long as the
-    tensor cores take for a k-tile.
+    From L2 they take as long as the tensor cores take for a k-tile.
     """
 
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
-        assert spec.tile_k == PROMOTION_K
         self.row_blocks = spec.rows_per_warpgroup // 64
         self.rows = 2 if spec.a_block == 1 else 1  # scales of a 64-row block
-        self.shared = gcd(spec.tile_n, spec.b_block)  # columns that have one scale in every tile
-
-    def multiply(self, view, ring, state, coords, on_issued):
-        located = replace(view, scales=self.locate(view, coords))
-        state = super().multiply(located, ring, state, coords, on_issued)
-        without_zeros(view, coords)
-        return state
 
     def locate(self, view, coords):
         """Returns the `TileScales` of a tile. What lies outside of D has the last one's."""
@@ -185,14 +187,14 @@ class ScaledConsumer(PromotedConsumer):
         starts = (own + i for i in range(0, s.tile_n, self.shared))
         columns = tuple(smaller(start // s.b_block, of_b.last) for start in starts)
         return TileScales(
-            a=tuple(tuple(self.at(of_a, coords.batch, coords, x) for x in pair) for pair in lines),
-            b=tuple(self.at(of_b, coords.batch, coords, x) for x in columns),
+            a=tuple(tuple(self.at(of_a, coords, x) for x in pair) for pair in lines),
+            b=tuple(self.at(of_b, coords, x) for x in columns),
             a_stride=of_a.k_stride, b_stride=of_b.k_stride,
         )  # fmt: skip
 
-    def at(self, scales, batch, coords, line):
+    def at(self, scales, coords, line):
         """Returns a pointer to the scale of a line at the tile's first k-tile."""
-        matrix = Int64(batch) * scales.batch_stride
+        matrix = Int64(coords.batch) * scales.batch_stride
         return scales.scales + (matrix + Int64(coords.k_first) * scales.k_stride + line)
 
     def first_scales(self, scales, k_tiles):

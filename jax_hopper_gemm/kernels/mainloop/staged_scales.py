@@ -7,14 +7,13 @@ wait for registers that loads' addresses are in.
 """
 
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 from cutlass.cutlass_dsl import min as smaller
 
-from ...gemm.spec import PROMOTION_K, SCALES_ALIGNMENT
+from ...gemm.spec import SCALES_ALIGNMENT
 from ...gemm.wgmma_fragment import (
     DividedPosition,
     first_column,
@@ -24,7 +23,7 @@ from ...gemm.wgmma_fragment import (
     nth_row,
 )
 from ..shared_memory import WARPGROUP
-from .promoted import PromotedConsumer, scaled_sum, without_zeros
+from .promoted import BlocksConsumer, scaled_sum
 from .tma import TmaProducer
 
 
@@ -92,23 +91,12 @@ class TilePointers:
     columns: list  # to that of each of the tile's columns, or blocks of `shared` ones
 
 
-class StagedConsumer(PromotedConsumer):
-    """Sums are multiplied by the scales of their row and column, a k-tile's own."""
-
-    def __init__(self, spec, atom_layout_m, before_read):
-        super().__init__(spec, atom_layout_m, before_read)
-        assert spec.tile_k == PROMOTION_K
-        self.shared = gcd(spec.tile_n, spec.b_block)  # columns that have one scale in every tile
+class StagedConsumer(BlocksConsumer):
+    """Math warps read scales from the stage that they multiply."""
 
     def partition_for_math(self, stages, warpgroup, args):
         view = super().partition_for_math(stages, warpgroup, args)
         return replace(view, scales=stages.scales)
-
-    def multiply(self, view, ring, state, coords, on_issued):
-        located = replace(view, scales=self.locate(view, coords))
-        state = super().multiply(located, ring, state, coords, on_issued)
-        without_zeros(view, coords)
-        return state
 
     def locate(self, view, coords):
         """Returns the `TilePointers` of a tile."""
@@ -130,9 +118,7 @@ class StagedConsumer(PromotedConsumer):
             starts = [column + own_column + i for i in range(0, s.tile_n, self.shared)]
             columns = [x // s.b_block - _aligned(column // s.b_block) for x in starts]
         behind = view.scales + s.scales_of_lines[0]
-        return TilePointers(
-            tuple(view.scales + x for x in rows), tuple(behind + x for x in columns)
-        )
+        return TilePointers([view.scales + x for x in rows], [behind + x for x in columns])
 
     def piece_scales(self, view, scales, block, part, stage):
         """Returns those of a thread's rows, of columns by their numbers, and where others lie."""
