@@ -75,14 +75,6 @@ CACHED_OF = {
 }  # fmt: skip
 
 
-def stages_scales(b_block: int, grouped: VarlenAxis | None) -> bool:
-    """Whether scales of blocks, so many columns each, arrive in stages with their operands.
-
-    They do where columns have their own, and where rows are in groups.
-    """
-    return b_block == 1 or (b_block > 0 and grouped == "m")
-
-
 @dataclass(frozen=True)
 class GemmSpec:
     """One kernel. All fields are compile-time constants of it.
@@ -245,11 +237,6 @@ class GemmSpec:
         return self.tile_n if self.tile_n <= most else self.tile_n // 2
 
     @property
-    def stages_scales(self) -> bool:
-        """Whether block scales arrive in stages."""
-        return stages_scales(self.b_block, self.grouped)
-
-    @property
     def scales_of_lines(self) -> tuple[int, int]:
         """float32 numbers that a stage gets of the block scales of A's lines, and of B's.
 
@@ -345,7 +332,7 @@ class GemmSpec:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that a stage gets: of B, or of a tile's rows and columns."""
-        if self.stages_scales:
+        if self.a_block:
             return 4 * sum(self.scales_of_lines)
         return 4 * self.tile_n * (self.tile_k // self.k_group) if self.k_group else 0
 

@@ -31,7 +31,7 @@ from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
 from ..gemm.raster import RasterOrder
-from ..gemm.spec import PROMOTION_K, SCALES_ALIGNMENT, GemmSpec, stages_scales
+from ..gemm.spec import PROMOTION_K, SCALES_ALIGNMENT, GemmSpec
 from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.
@@ -235,23 +235,19 @@ def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
     if not request.groups and p.l != matrices:
         raise NotAGemm("rows that share scales lie in several places")
 
-    staged = stages_scales(b_block, p.groups and p.groups.axis)
-
     def scales(block: int, lines: int) -> BlockScales:
-        along_k, length = scale_shape(block, lines, p.k, staged)
+        along_k, length = scale_shape(block, lines, p.k)
         return BlockScales(block, length, 0 if p.groups_k else along_k * length)
 
     return replace(p, promoted=True, a_scales=scales(a_block, p.m), b_scales=scales(b_block, p.n))
 
 
-def scale_shape(block: int, lines: int, k: int, staged: bool = True) -> tuple[int, int]:
+def scale_shape(block: int, lines: int, k: int) -> tuple[int, int]:
     """Returns the shape of a matrix's block scales as a kernel reads them, by 128 of K first.
 
-    Behind the last are as many more as a copy into a stage may read; of single lines always.
+    Behind the last are as many more as a copy into a stage may read.
     """
     length = ceil_div(lines, block)
-    if block > 1 and not staged:
-        return ceil_div(k, PROMOTION_K), length
     step, more = (16, MAX_TILE_N + 16) if block == 1 else (SCALES_ALIGNMENT, SCALES_ALIGNMENT)
     return ceil_div(k, PROMOTION_K), ceil_div(length, step) * step + more
 

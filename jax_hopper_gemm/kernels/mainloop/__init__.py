@@ -25,12 +25,12 @@ A tile's loads begin at its k-tile `coords.k_first` and are `coords.k_tiles` man
 is made in the role that uses it, and no value of the GPU is kept in a producer or consumer.
 """
 
+from .block_scales import ScaledConsumer, ScalesProducer
 from .gather import GatherProducer
 from .parts import PartsConsumer
-from .promoted import PromotedConsumer, ScaledConsumer
+from .promoted import PromotedConsumer
 from .rs import RegisterConsumer
 from .ss import SharedConsumer
-from .staged_scales import StagedConsumer, StagingProducer
 from .stored_parts import StoredPartsConsumer, StoredPartsProducer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
 
@@ -46,16 +46,11 @@ PRODUCERS = {
     "a": lambda spec: GatherProducer(spec, _b(spec)),
     "b": lambda spec: GatherProducer(spec, TmaOperand(spec, "a")),
 }
-# By whether accumulators are promoted, and have block scales, where wgmma reads both operands in
-# shared memory.
-CONSUMERS = {
-    (False, False): SharedConsumer, (True, False): PromotedConsumer, (True, True): ScaledConsumer
-}  # fmt: skip
 
 
 def make_producer(spec):
-    if spec.stages_scales:
-        return StagingProducer(spec, TmaOperand(spec, "a"), _b(spec))
+    if spec.a_block:
+        return ScalesProducer(spec, TmaOperand(spec, "a"), _b(spec))
     if spec.reads_parts:
         return StoredPartsProducer(spec, TmaOperand(spec, "a"), _b(spec))
     return PRODUCERS[spec.gathered](spec)
@@ -65,9 +60,10 @@ def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     if spec.bf16_terms:
         kind = StoredPartsConsumer if spec.reads_parts else PartsConsumer
-        return kind(spec, atom_layout_m, producer.before_read)
-    if spec.stages_scales:
-        return StagedConsumer(spec, atom_layout_m, producer.before_read)
-    if spec.converts_b:
-        return RegisterConsumer(spec, atom_layout_m, producer.before_read)
-    return CONSUMERS[spec.promoted, spec.a_block > 0](spec, atom_layout_m, producer.before_read)
+    elif spec.converts_b:
+        kind = RegisterConsumer
+    elif spec.a_block:
+        kind = ScaledConsumer
+    else:
+        kind = PromotedConsumer if spec.promoted else SharedConsumer
+    return kind(spec, atom_layout_m, producer.before_read)

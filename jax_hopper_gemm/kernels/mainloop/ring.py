@@ -59,7 +59,7 @@ def allocate_stages(spec, memory):
         count = PART_BUFFERS * num_parts(s.bf16_terms)
         layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
         return replace(stages, parts=memory.tensor(BFloat16, layout))
-    if s.stages_scales:
+    if s.a_block:
         pointer = memory.pointer(Float32, s.num_stages * s.scale_stage_bytes, SMEM_ALIGNMENT)
         return replace(stages, scales=pointer)
     if not s.converts_b:
@@ -92,7 +92,7 @@ def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
         cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
         defer_sync=True,
     )
-    if s.promoted and (s.stages_scales or not s.a_block):  # measured: else nothing is gained
+    if s.promoted:  # its math warps must be quick from one k-tile to the next
         ring = _kept_in_registers(ring)
     if stage_bytes is not None:
         ring.sync_object_full.tx_count = stage_bytes  # `create` takes a Python int
@@ -100,18 +100,22 @@ def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
 
 
 def _kept_in_registers(ring):
-    """Returns the pipeline whose consumers hold on to which thread frees a stage, and where.
-
-    ptxas would work both out again in each k-tile, from the thread's number, which a warp that
-    must be quick waits for. It does not know what comes out of a shuffle.
-    """
-    lane, signals = cute.arch.lane_idx(), Int32(ring.is_signaling_thread)
+    """Returns the pipeline whose consumers hold on to which thread frees a stage, and where."""
     mask = ring.consumer_mask
     return replace(
         ring,
-        consumer_mask=None if mask is None else cute.arch.shuffle_sync(Int32(mask), lane),
-        is_signaling_thread=cute.arch.shuffle_sync(signals, lane) != 0,
+        consumer_mask=None if mask is None else kept_in_register(mask),
+        is_signaling_thread=kept_in_register(ring.is_signaling_thread) != 0,
     )
+
+
+def kept_in_register(value):
+    """Returns an Int32 that is worked out once.
+
+    ptxas would work out anew, in each k-tile, what follows from the thread's number, and warps wait
+    for that. It does not know what comes out of a shuffle.
+    """
+    return cute.arch.shuffle_sync(Int32(value), cute.arch.lane_idx())
 
 
 def skip_tile(spec, state, coords):

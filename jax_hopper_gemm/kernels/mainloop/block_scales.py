@@ -1,19 +1,21 @@
-"""Block scales that arrive in stages, with the operands whose lines they belong to.
+"""Block scales: they arrive in stages, with the operands whose lines they belong to.
 
 A stage ends with the scales of a tile's rows, then of its columns, for its k-tile. Math warps read
-them while the tensor cores multiply. Held in registers from k-tile to k-tile, as `promoted` has
-them, those of columns would leave too few for accumulators, and their loads delay wgmmas, which
-wait for registers that loads' addresses are in.
+them while the tensor cores multiply. Held in registers from k-tile to k-tile they would leave too
+few for accumulators, and their loads delay wgmmas, which wait for registers that loads' addresses
+are in.
 """
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 from cutlass.cutlass_dsl import min as smaller
+from cutlass.cutlass_dsl import select_
 
-from ...gemm.spec import SCALES_ALIGNMENT
+from ...gemm.spec import PROMOTION_K, SCALES_ALIGNMENT
 from ...gemm.wgmma_fragment import (
     DividedPosition,
     first_column,
@@ -23,7 +25,8 @@ from ...gemm.wgmma_fragment import (
     nth_row,
 )
 from ..shared_memory import WARPGROUP
-from .promoted import BlocksConsumer, scaled_sum
+from .promoted import PromotedConsumer, scaled_sum
+from .ring import kept_in_register
 from .tma import TmaProducer
 
 
@@ -46,7 +49,7 @@ class Source:
     nbytes: int
 
 
-class StagingProducer(TmaProducer):
+class ScalesProducer(TmaProducer):
     """Loads both operands and their scales; every CTA of a cluster all scales of its own."""
 
     def __init__(self, spec, a, b):
@@ -91,8 +94,23 @@ class TilePointers:
     columns: list  # to that of each of the tile's columns, or blocks of `shared` ones
 
 
-class StagedConsumer(BlocksConsumer):
-    """Math warps read scales from the stage that they multiply."""
+class ScaledConsumer(PromotedConsumer):
+    """Sums are multiplied by the scales of their rows of A and columns of B, a k-tile's own."""
+
+    def __init__(self, spec, atom_layout_m, before_read):
+        super().__init__(spec, atom_layout_m, before_read)
+        assert spec.tile_k == PROMOTION_K
+        self.shared = gcd(spec.tile_n, spec.b_block)  # columns that have one scale in every tile
+
+    def multiply(self, view, ring, state, coords, on_issued):
+        located = replace(view, scales=self.locate(view, coords))
+        state = super().multiply(located, ring, state, coords, on_issued)
+        # A tile of no group is zero: zeros times scales may be infinite or NaN.
+        counts = coords.filled if coords.belongs is None else coords.belongs
+        if counts is not None:
+            for v in range(cute.size(view.acc)):
+                view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
+        return state
 
     def partition_for_math(self, stages, warpgroup, args):
         view = super().partition_for_math(stages, warpgroup, args)
@@ -102,7 +120,8 @@ class StagedConsumer(BlocksConsumer):
         """Returns the `TilePointers` of a tile."""
         s, position = self.spec, DividedPosition(cute.arch.thread_idx()[0] % WARPGROUP)
         row, column = _first_lines(s, coords)
-        own_row, own_column = first_row(position, view.first_row), first_column(position)
+        own_row = kept_in_register(first_row(position, view.first_row))
+        own_column = kept_in_register(first_column(position))
         blocks = range(s.rows_per_warpgroup // 64)
         lines = [own_row + 64 * self.atom_layout_m * i for i in blocks]
         if s.a_block == 1:
@@ -120,7 +139,7 @@ class StagedConsumer(BlocksConsumer):
         behind = view.scales + s.scales_of_lines[0]
         return TilePointers([view.scales + x for x in rows], [behind + x for x in columns])
 
-    def piece_scales(self, view, scales, block, part, stage):
+    def piece_scales(self, view, block, part, stage):
         """Returns those of a thread's rows, of columns by their numbers, and where others lie."""
         s, offset = self.spec, stage * (self.spec.scale_stage_bytes // 4)
         rows = [
