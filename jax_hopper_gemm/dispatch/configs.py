@@ -193,8 +193,11 @@ WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
 }
 
-# With sums of a piece of a tile beside its accumulators, the widest tiles that registers hold.
+# With sums of a piece of a tile beside its accumulators, the widest tiles that registers hold. Of
+# three warpgroups one promotes while two multiply.
 PROMOTED_CONFIGS = (
+    Config(192, 128, cluster_n=2),
+    Config(192, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(128, 192, cluster_m=2),
     Config(128, 192, cluster_n=2),
     Config(128, 160, cluster_m=2),
@@ -202,6 +205,7 @@ PROMOTED_CONFIGS = (
 
 # Where groups along K differ in their k-tiles; and tiles for a scale of each column.
 PROMOTED_K_CONFIGS = (
+    Config(192, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(128, 192, cluster_m=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, tile_scheduler="dynamic"),

@@ -45,8 +45,8 @@ CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma 
 # tile is one piece, or rows are in groups, ptxas spills.
 FREED_REGISTERS = 32
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
-# With three warpgroups, where half of them are sums of one k-tile; an epilogue, or a scale of each
-# column, leaves too few.
+# With three warpgroups, where half of them are sums of one k-tile; a scale of each column leaves
+# too few.
 PROMOTED_ACC_REGISTERS = 128
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
 # many partial sums as accumulators are held, for epilogue tiles of 64 columns.
@@ -57,8 +57,9 @@ WIDE_EPILOGUE_REGISTERS = 24
 def max_accumulators(spec: GemmSpec) -> int:
     """Returns how many float32 accumulators a math thread of `spec` can hold without a spill."""
     warpgroups = spec.math_warpgroups
-    if spec.promoted and warpgroups == 3 and not spec.epilogue and spec.b_block != 1:
-        return PROMOTED_ACC_REGISTERS
+    if spec.promoted and warpgroups == 3 and spec.b_block != 1:
+        needed = epilogue_registers(spec.epilogue, spec.epi_tile_n) if spec.epilogue else 0
+        return PROMOTED_ACC_REGISTERS - max(0, needed - FREED_REGISTERS)
     left = MATH_REGISTERS[warpgroups] - OTHER_REGISTERS
     if spec.gathered:
         left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
