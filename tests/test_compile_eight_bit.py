@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.compiling import code_of, skip_without_compiler
+from support.eight_bit import chosen_specs
 from support.graphs import EIGHT_BIT
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
@@ -57,6 +58,7 @@ SPECS = [
         E4M3, E4M3, "bfloat16", promoted=True, a_block=1, b_block=1, grouped="k",
         tile_scheduler="dynamic",
     ),
+    *(spec for spec in chosen_specs() if spec.tile_m == 192),
     spec_of(INT8, INT8, "int32"),
     spec_of(INT8, INT8, "bfloat16", tile_n=192, warp_schedule="pingpong"),
     spec_of(INT8, INT8, "bfloat16", epilogue="scaled_rows_columns"),

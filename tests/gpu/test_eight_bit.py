@@ -23,9 +23,11 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
-GROUPED = [spec for spec in eight_bit_specs() if spec.grouped]
-BLOCKS = [spec for spec in block_specs() if not spec.grouped]
-GROUPED_BLOCKS = [spec for spec in block_specs() if spec.grouped]
+SPECS = list(dict.fromkeys((*eight_bit_specs(), *block_specs(), *eight_bit.chosen_specs())))
+GROUPED = [spec for spec in SPECS if spec.grouped and not spec.a_block]
+BLOCKS = [spec for spec in SPECS if spec.a_block and not spec.grouped]
+GROUPED_BLOCKS = [spec for spec in SPECS if spec.a_block and spec.grouped]
+PROMOTED = [s for s in eight_bit.chosen_specs() if not (s.a_block or s.grouped)]
 VARIANTS = eight_bit_variants()
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 
@@ -34,6 +36,13 @@ FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quic
 def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
     for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
         case.run(gpu, FEW_SMS)
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", PROMOTED, ids=lambda spec: spec.name)
+def test_promoted_sums_are_right_at_the_edges(spec, gpu, checked):
+    for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
+        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, repeats=3)
     checked(spec)
 
 

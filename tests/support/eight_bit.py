@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from jax import lax
 from support.casts import cast
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.gemm.dtypes import QUANTIZED
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import specs_of
 
@@ -121,7 +124,22 @@ def long_specs() -> list[GemmSpec]:
     ]  # fmt: skip
 
 
+def chosen_specs() -> list[GemmSpec]:
+    """Returns the kernels among which dispatch chooses for e4m3 with promoted sums: with scales of
+    blocks, as forward, dgrad and wgrad have them, and without."""
+    kinds = [(axis, *blocks) for axis, blocks in product((None, "m"), ((0, 0), (1, 128)))]
+    kinds += [("k", 0, 0), ("k", 1, 1), (None, 1, 1)]
+    types = (
+        ProblemType(
+            "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "k", "k", grouped=axis, promoted=True,
+            a_block=a_block, b_block=b_block,
+        )
+        for axis, a_block, b_block in kinds
+    )  # fmt: skip
+    return [spec for kind in types for spec in model_specs(kind)]
+
+
 def specs() -> list[GemmSpec]:
     """Returns every kernel of this module."""
-    found = [cast_spec(dtype) for dtype in QUANTIZED] + long_specs()
+    found = [cast_spec(dtype) for dtype in QUANTIZED] + long_specs() + chosen_specs()
     return found + [spec for program in PROGRAMS.values() for spec in program.specs()]
