@@ -125,7 +125,7 @@ class Left:
     def to_dict(self) -> dict[str, Any]:
         return {
             "product": self.product, "followed_by": self.following, "reason": self.reason,
-            "shares": {str(x): share for x, share in self.shares.items()},
+            "shares": {str(x).rstrip(): share for x, share in self.shares.items()},
             "us": {name: t.to_dict() for name, t in self.us.items()}, "verdict": self.verdict,
         } | ({"ratio": self.ratio} if self.us else {})  # fmt: skip
 
@@ -288,7 +288,7 @@ def summary(found: Iterable[Shares]) -> str:
         faster, slower = x.with_verdict("faster in XLA"), x.with_verdict("slower in XLA")
         rest = 1 - x.on_kernels - faster - slower
         lines.append(
-            f"{str(x.program):<33} {x.on_kernels:8.1%} {faster:11.1%} {x.on_kernels + faster:7.1%} "
+            f"{x.program!s:<33} {x.on_kernels:8.1%} {faster:11.1%} {x.on_kernels + faster:7.1%} "
             f"{slower:11.1%} {abs(rest):10.1%} {x.lost_us:8.1f}"
         )
     return "\n".join(lines)
