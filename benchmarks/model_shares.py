@@ -309,6 +309,8 @@ def main() -> int:
     if arguments.json and not arguments.time:
         parser.error("--json writes times: add --time")
     start, least = time.monotonic(), arguments.least / 100
+    if arguments.time:
+        benchmark.begin("burst", HEADER)
     found = [*shares_of(models.programs(arguments))]
     left = worth_timing(found, least)
     if arguments.build:
@@ -320,7 +322,6 @@ def main() -> int:
         print("\n".join(report(shares, least) for shares in found))
         print(on_kernels(found))
         return 0
-    benchmark.begin("burst", HEADER)
     for first in range(0, len(left), BATCH):
         if time.monotonic() - start > arguments.seconds:
             break
