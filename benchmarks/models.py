@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -113,36 +113,38 @@ class Program:
         run = nnx.jit(wrap(programs.step), donate_argnums=(0, 1))
         return partial(run, module, optimizer, batch)
 
-    def specs(self) -> list[KernelSpec]:
-        """Returns the kernels of the accelerated program; no GPU is needed."""
-        batch = jax.eval_shape(self.model.batch)
+    def abstract(self, accelerated: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns a candidate as a function of arrays, and its arguments' shapes; needs no GPU."""
+        training, batch = self.what == "training", jax.eval_shape(self.model.batch)
         if self.framework == "jnp":
+            wrap = self.accelerate(jhg) if accelerated else _unchanged
             state = jax.eval_shape(self.model.state)
-            if self.what == "forward":
-                return all_specs_of(
-                    self.accelerate(jhg)(self.model.loss), state["parameters"], batch
-                )
-            return all_specs_of(self.accelerate(jhg)(self.model.step), state, batch)
+            if training:
+                return wrap(self.model.step), (state, batch)
+            return wrap(self.model.loss), (state["parameters"], batch)
         import nnx_programs as programs
         from flax import nnx
 
         from jax_hopper_gemm import nn
-
-        training = self.what == "training"
 
         def objects() -> Any:
             module = programs.module(self.model)
             return (module, programs.optimizer(self.model, module)) if training else (module,)
 
         graph, state = nnx.split(nnx.eval_shape(objects))
-        function: Any = programs.step if training else programs.loss
-        step = self.accelerate(nn)(function)
+        wrap = self.accelerate(nn) if accelerated else _unchanged
+        step = wrap(programs.step if training else programs.loss)
 
         def run(state: Any, batch: Any) -> Any:
             objects = nnx.merge(graph, state)
             return step(*objects, batch), nnx.state(objects)
 
-        return all_specs_of(run, state, batch)
+        return run, (state, batch)
+
+    def specs(self) -> list[KernelSpec]:
+        """Returns the kernels of the accelerated program; no GPU is needed."""
+        function, arguments = self.abstract(accelerated=True)
+        return all_specs_of(function, *arguments)
 
 
 def _unchanged(function: Any) -> Any:
@@ -224,6 +226,14 @@ def measured(program: Program, regimes: Sequence[str], steps: int, rounds: int) 
         )  # fmt: skip
 
 
+def add_choices(parser: argparse.ArgumentParser, families: Iterable[str]) -> None:
+    """Adds the options that `programs` reads, but for the recipe."""
+    parser.add_argument("--models", nargs="+", choices=families, default=list(families))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument("--forward-only", action="store_true", help="no training steps")
+
+
 def programs(arguments: argparse.Namespace) -> list[Program]:
     return [
         Program(family, size, framework, what, arguments.recipe)
@@ -269,10 +279,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = command_line.parser(__doc__, rounds=5)
-    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
-    parser.add_argument("--forward-only", action="store_true", help="no training steps")
+    add_choices(parser, FAMILIES)
     parser.add_argument("--recipe", choices=RECIPES, default="none", help="8 bits, of the kernels")
     parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["burst"])
     parser.add_argument("--steps", type=int, default=10, help="in a turn")

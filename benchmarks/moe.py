@@ -4,12 +4,11 @@
     python benchmarks/moe.py --shapes qwen3 --what step --candidates ours tokamax --profile
     python benchmarks/moe.py --build-only FOLDER   # on a machine with a compiler, no GPU
 
-The others are one layer, written plainly in JAX, with `jax.lax.ragged_dot` and with tokamax's: the
-same router, the same order of rows, one product for gate and up, and gradients of moved rows that
-gather as well, since JAX's own would add up by atomics. Candidates take turns on the same random
-inputs, in one process; what takes longer than `SLOW` does so once, and what takes longer than
-`TOO_SLOW`, or runs kernels that CUPTI cannot count, is timed by the host. Each one's results are
-compared with those of a float32 layer that runs every expert on every token.
+The others are one layer (`moe_layers.py`) with `jax.lax.ragged_dot` and with tokamax's. Candidates
+take turns on the same random inputs, in one process; what takes longer than `SLOW` does so once,
+and what takes longer than `TOO_SLOW`, or runs kernels that CUPTI cannot count, is timed by the
+host. Each one's results are compared with those of a float32 layer that runs every expert on every
+token.
 
 The memory is what the compiled program allocates besides arguments and results; "copies" counts the
 arrays of (tokens * experts per token, features) that XLA writes, which no product does.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import sys
 import time
@@ -32,9 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from grouped import RATE, SCALE, SLOW, TOO_SLOW, first_line, timed
+from moe_layers import Layer, layer_of, ours, routed
 from moe_programs import MoeProgram, rows_written, step_of
 
-from jax_hopper_gemm import moe
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -46,7 +44,6 @@ CANDIDATES = ("ours", "lax", "tokamax")
 
 # Functions of (x (T, D), router (D, E), gate_up (E, D, 2, F), down (E, F, D), cotangent (T, D)).
 Function = Callable[..., Any]
-RaggedDot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -66,86 +63,7 @@ SHAPES = {
 }
 
 
-# The layers.
-
-
-def ours(x: jax.Array, router: Any, gate_up: Any, down: Any, *, k: int) -> jax.Array:
-    return moe.mixture_of_experts(x, router, gate_up, down, experts_per_token=k)[0]
-
-
-def written_with(ragged_dot: RaggedDot) -> Function:
-    """Returns the layer with a product (lhs, rhs, group_sizes) of another library."""
-
-    def layer(x: jax.Array, router: Any, gate_up: Any, down: Any, *, k: int) -> jax.Array:
-        experts = router.shape[1]
-        weights, chosen = routed(x, router, k)
-        chosen = chosen.reshape(-1)
-        order = jnp.argsort(chosen)
-        positions = jnp.argsort(order).reshape(-1, k)
-        sizes = jnp.bincount(chosen, length=experts)
-        rows = dispatched(x, order // k, positions)
-        both = ragged_dot(rows, gate_up.reshape(experts, x.shape[1], -1), sizes)
-        gate, up = jnp.split(both.astype(jnp.float32), 2, axis=1)
-        of_rows = weights.reshape(-1)[order][:, None]
-        hidden = (jax.nn.silu(gate) * up * of_rows).astype(x.dtype)
-        return combined(ragged_dot(hidden, down, sizes), order // k, positions)
-
-    return layer
-
-
-def routed(x: jax.Array, router: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns weights and experts, (T, k), of each token."""
-    logits = jnp.matmul(x, router, preferred_element_type=jnp.float32)
-    best, chosen = jax.lax.top_k(logits, k)
-    return jax.nn.softmax(best), chosen
-
-
-def picked(x: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.take(x, tokens, axis=0, mode="clip")
-
-
-def gathered(rows: jax.Array, positions: jax.Array) -> jax.Array:
-    taken = jnp.take(rows, positions, axis=0, mode="clip")
-    return taken.sum(1, dtype=jnp.float32).astype(rows.dtype)
-
-
-def _dispatched(x: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns the rows x[tokens], (T * k, D); token t's are those at positions[t], (T, k)."""
-    return picked(x, tokens)
-
-
-def _combined(rows: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns (T, D), the sum of each token's rows: the transpose of `dispatched`."""
-    return gathered(rows, positions)
-
-
-dispatched = jax.custom_vjp(_dispatched)
-combined = jax.custom_vjp(_combined)
-dispatched.defvjp(
-    lambda x, tokens, positions: (picked(x, tokens), positions),
-    lambda positions, cotangent: (gathered(cotangent, positions), None, None),
-)
-combined.defvjp(
-    lambda rows, tokens, positions: (gathered(rows, positions), tokens),
-    lambda tokens, cotangent: (picked(cotangent, tokens), None, None),
-)
-
-
-def layer_of(name: str) -> Function:
-    """Returns the layer of a candidate.
-
-    Raises:
-      ModuleNotFoundError: its library is not installed.
-    """
-    if name == "ours":
-        return ours
-    if name == "lax":
-        return written_with(jax.lax.ragged_dot)
-    tokamax: Any = importlib.import_module("tokamax")
-    return written_with(tokamax.ragged_dot)
-
-
-def timed_function(layer: Function, what: str, k: int) -> Function:
+def timed_function(layer: Layer, what: str, k: int) -> Function:
     """Returns the function of all arrays that is timed: its result is a tuple."""
     layer = functools.partial(layer, k=k)
 

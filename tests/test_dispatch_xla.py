@@ -1,4 +1,4 @@
-"""The fit of XLA's time: its file, the products that it judges, and what follows of it."""
+"""Which products are left to XLA: the fit of its time, and the rules where that says nothing."""
 
 from __future__ import annotations
 
@@ -129,3 +129,43 @@ def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():
     tanh = EpilogueGraph(nodes=(Node("tanh", (0,)),), results=(Result("matrix", 1, "bfloat16"),))
     short = replace(problem, k=2048, a=replace(problem.a, leading_stride=2048), epilogue=tanh)
     assert choose(short, H200).spec is not None
+
+
+# By the fit, or by rules where there is none.
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (GemmProblem.dense(8, 8192, 8192, 2, a_major="m"), "D is 8x8192"),
+        (GemmProblem.dense(8192, 8, 8192, 2), "D is 8192x8"),
+        (GemmProblem.dense(512, 512, 16384, 2), "K=16384 over 32 tiles"),
+        (GemmProblem.dense(1280, 5120, 5120, 2), "most SMs would wait for the last of 3 waves"),
+        (GemmProblem.dense(2560, 5120, 5120), "of others that ratio errs by"),
+    ],
+)
+def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, words):
+    decision = choose(problem, H200)
+    assert decision.spec is None and decision.raster_order is None
+    assert words in decision.reason and decision.source == "model"
+    assert choose(problem, H200, kernel_only=True).spec is not None
+
+
+@pytest.mark.parametrize("m", [8, 16])
+def test_up_to_16_rows_that_do_not_lie_along_k_go_to_xla(m):
+    """Of batches, whose time on XLA is not fitted."""
+    of_columns = GemmProblem.dense(m, 28672, 8192, 2, a_major="m")
+    assert choose(of_columns, H200).spec is None
+    assert choose(replace(of_columns, m=24), H200).spec is not None
+    assert best_kernel(GemmProblem.dense(m, 28672, 8192), H200)[0] is not None
+
+
+def test_the_model_leaves_few_products_of_few_rows_to_xla():
+    """On an H200 kernels took from 0.64 to 1.002 of XLA's time on all of the suite."""
+    problems = shapes.suite("few_rows")
+    assert sum(choose(p, H200).spec is not None for p in problems) >= 0.75 * len(problems)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 1536, 7168), (496, 1000, 4096)])
+def test_shared_tiles_of_short_k_are_not_left_to_xla(m, n, k):
+    assert choose(GemmProblem.dense(m, n, k, 2), H200).spec is not None

@@ -175,6 +175,29 @@ def test_the_benchmark_finds_the_kernels_of_its_programs():
             assert models.Program("vit", "large", framework, what).specs()
 
 
+def test_an_excerpt_is_a_product_with_what_follows_it_up_to_the_next_one():
+    excerpts: Any = pytest.importorskip("excerpts")
+
+    def function(x: jax.Array, w: jax.Array, v: jax.Array, b: jax.Array) -> Any:
+        y = jax.lax.dot(x.T, w)  # (8, 16)
+        hidden = jnp.tanh(y + b)
+        z = jax.lax.dot(hidden, v)  # depends on y by a product, as all does that reads it
+        return z * hidden, jnp.sum(y, axis=0), y.T
+
+    x, w, v, b = (normal(shape) for shape in ((4, 8), (4, 16), (16, 16), (16,)))
+    jaxpr = jax.make_jaxpr(function)(x, w, v, b).jaxpr
+    first, second = (i for i, e in enumerate(jaxpr.eqns) if excerpts.is_product(e))
+    cut = excerpts.excerpt(jaxpr, first)
+    names = [e.primitive.name for e in excerpts.computing(cut)]
+    assert sorted(names) == ["add", "dot_general", "reduce_sum", "tanh"]
+    y = x.T @ w
+    results = excerpts.by(cut, "xla")(x, w, b)  # x as it lies; y.T is y to XLA
+    for result, exact in zip(results, (jnp.tanh(y + b), y.sum(0), y), strict=True):
+        np.testing.assert_allclose(result, exact, rtol=1e-6)
+    cut = excerpts.excerpt(jaxpr, second)
+    assert [e.primitive.name for e in excerpts.computing(cut)] == ["dot_general", "mul"]
+
+
 @pytest.mark.slow
 def test_models_are_what_their_names_say():
     assert model_programs.relative_buckets(4, both_ways=False).tolist() == [

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from support import graphs, policies
+from support.choices import CHOICES, EPILOGUE_CHOICES
 
 from jax_hopper_gemm.gemm.legality import violations
 
@@ -24,8 +25,8 @@ def test_the_covering_sets_are_legal_and_small_enough_to_compile():
 @pytest.mark.parametrize(
     ("choices", "specs"),
     [
-        (policies.CHOICES, policies.covering_specs()),
-        (policies.EPILOGUE_CHOICES, policies.epilogue_covering_specs()),
+        (CHOICES, policies.covering_specs()),
+        (EPILOGUE_CHOICES, policies.epilogue_covering_specs()),
     ],
     ids=["plain", "epilogues"],
 )

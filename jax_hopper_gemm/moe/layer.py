@@ -66,6 +66,7 @@ def mixture_of_experts(
 
     Raises:
       ValueError: a shape does not fit, or another argument is not one of those above.
+      NotImplementedError: `implementation="hopper"` and no kernel can run a product.
     """
     x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
@@ -128,6 +129,7 @@ def grouped_mlp(
 
     Raises:
       ValueError: shapes do not fit.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
     x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
     rights = _right_operands(gate_up)

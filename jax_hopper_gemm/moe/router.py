@@ -60,7 +60,7 @@ class Routing(NamedTuple):
 
 
 def load_balancing_loss(statistics: Statistics) -> jax.Array:
-    """Returns E * sum(load * probability): 1 if all experts are chosen alike, at most E.
+    """Returns E * sum(load * probability), () float32: 1 for an even load, at most E.
 
     Where a framework's load sums to k (one for each choice), its loss is k times this one.
 
@@ -71,7 +71,7 @@ def load_balancing_loss(statistics: Statistics) -> jax.Array:
 
 
 def router_z_loss(statistics: Statistics) -> jax.Array:
-    """Returns the mean of logsumexp(logits) ** 2, which keeps logits small.
+    """Returns the mean of logsumexp(logits) ** 2, () float32, which keeps logits small.
 
     References: Zoph et al., ST-MoE, https://arxiv.org/abs/2202.08906
     """
@@ -106,6 +106,9 @@ def route(
         None. Any other number chooses no expert: it has weight 0, and no part in the normalization
         of the token's weights. With `experts`, `selection_bias` must be None.
 
+    Returns:
+      Weights, choices, the order of rows and statistics: see `Routing`.
+
     Raises:
       ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, or `score` is
         unknown.
@@ -135,14 +138,19 @@ def route_tokens(
 ) -> Routing:
     """Returns `route(x @ kernel, ...)`; the GEMM's kernel chooses the experts.
 
-    Logits are accumulated and kept in float32. For up to 256 experts a tile holds a whole row of
-    logits, and the choice is part of the GEMM's epilogue; for more, XLA chooses.
+    Logits are accumulated and kept in float32. For up to 256 experts, of which a token has up to
+    32, a tile holds a whole row of logits, and the choice is part of the GEMM's epilogue; for more,
+    XLA chooses.
 
     Args:
       x: (T, D).
       kernel: (D, E).
       precision, implementation: as in `jax_hopper_gemm.matmul`.
       Other arguments: as in `route`.
+
+    Raises:
+      ValueError: D differs, or as `route`.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     layers.check_route_tokens(x, kernel, experts_per_token, score, selection_bias)
@@ -267,6 +275,10 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
     """Returns the tokens (T, ...) in the order of their experts, (R, ...), k copies of each.
 
     Its transpose is `combine_rows`: a sum over each token's rows, in the order of its slots.
+
+    Args:
+      x: (T, ...), of any dtype.
+      routing: what `route` or `route_tokens` returned for these tokens.
     """
     return sum_rows(x, _tokens(routing)[:, None], routing.positions)
 
@@ -275,12 +287,16 @@ def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
     """Returns the sum of each token's rows: (R, ...) to (T, ...), added in float32 by slot.
 
     Rows are not weighted here: `grouped_mlp` does it, otherwise multiply by `row_weights`.
+
+    Args:
+      rows: (R, ...), sorted by expert, as `dispatch_rows` gives them.
+      routing: as in `dispatch_rows`.
     """
     return sum_rows(rows, routing.positions, _tokens(routing)[:, None])
 
 
 def row_weights(routing: Routing) -> jax.Array:
-    """Returns the weight of each sorted row, (R,) float32."""
+    """Returns the weight of each sorted row, (R,) float32; those of no expert have weight 0."""
     positions = routing.positions.reshape(-1, 1)
     return sum_rows(routing.weights.reshape(-1), routing.order[:, None], positions)
 

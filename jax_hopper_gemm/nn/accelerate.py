@@ -73,6 +73,14 @@ def explain(
     """`jax_hopper_gemm.explain` for functions of nnx modules, which stay unchanged.
 
     Modules that share variables need this function.
+
+    Args:
+      function: as in `accelerate`, or what `accelerate` or `nnx.jit` made of it.
+      *args, **kwargs: the function's; modules may be those of `nnx.eval_shape`.
+      implementation, fuse, recipe: those of `accelerate`.
+
+    Raises:
+      ValueError, TypeError: as the function would.
     """
     if callable(function):
         function = _pure(function)

@@ -39,7 +39,11 @@ def from_maxtext(params: Mapping[str, Any], *, stacked: bool = True) -> dict[str
 
 
 def to_maxtext(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that `from_maxtext` takes, from parameters in either form."""
+    """Returns the parameters that `from_maxtext` takes, from parameters in either form.
+
+    Raises:
+      ValueError: a parameter is missing.
+    """
     router, gate, up, down, bias = _theirs("to_maxtext", params)
     kernel = {"kernel": router} if bias is None else {"kernel": router, "bias": bias}
     return {"gate": kernel, "wi_0": gate, "wi_1": up, "wo": down}

@@ -35,7 +35,10 @@ def from_pair(gate: Any, up: Any) -> Any:
 
 
 def to_pair(stacked: Any) -> tuple[Any, Any]:
-    """Returns the parameters of gate and of up: the inverse of `from_pair`."""
+    """Returns the parameters of gate and of up: the inverse of `from_pair`.
+
+    Kernels (in, 2, hidden) become two of (in, hidden), biases (2, hidden) two of (hidden,).
+    """
     gate, up = (
         jax.tree.map(lambda x, i=i: _part(x, i), stacked, is_leaf=_is_annotated) for i in range(2)
     )

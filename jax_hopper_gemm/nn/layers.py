@@ -96,6 +96,9 @@ class GatedLinear(nnx.Module):
       save_preactivation, cotangent_dtype, recipe, implementation, rngs, **options: as in `Linear`.
         Options apply to each of the two layers; names of mesh axes, too, are of (in_features,
         out_features).
+
+    Raises:
+      TypeError: `dot_general` was passed.
     """
 
     def __init__(

@@ -139,6 +139,10 @@ class MoE(nnx.Module):
         Returns:
           The result; with `return_statistics` also a `jax_hopper_gemm.moe.Statistics`, for
           `load_balancing_loss` and `router_z_loss` of that package.
+
+        Raises:
+          ValueError: a shape does not fit; or with `expert_axis` there is no mesh, it lacks one of
+            the axes, or its devices do not divide the first axis of the input.
         """
         gate_up = (self.gate_up[...],) if self.stacked else (self.gate[...], self.up[...])
         bias = None if self.selection_bias is None else self.selection_bias[...]

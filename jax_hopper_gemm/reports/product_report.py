@@ -70,20 +70,26 @@ class ProductReport:
     """The products of a function, in the order of its program.
 
     `str` makes it a report: equal products once, those of most FLOPs first.
+
+    Attributes:
+      products: what each one multiplies, at which line, what runs it and why.
     """
 
     products: tuple[FoundProduct, ...]
 
     @property
     def taken(self) -> tuple[FoundProduct, ...]:
+        """Those that are this library's, on a kernel or on XLA."""
         return tuple(x for x in self.products if x.taken)
 
     @property
     def left(self) -> tuple[FoundProduct, ...]:
+        """Those that stay JAX's own."""
         return tuple(x for x in self.products if not x.taken)
 
     @property
     def flops(self) -> int:
+        """Multiplications and additions of all products in one run of the function."""
         return sum(x.flops for x in self.products)
 
     @property

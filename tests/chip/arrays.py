@@ -18,7 +18,7 @@ from jax_hopper_gemm.gemm.dtypes import DTYPES as ROWS
 from jax_hopper_gemm.gemm.spec import EPI_TILE_M, PROMOTION_K
 from jax_hopper_gemm.launch.plan import LaunchPlan, make_plan
 
-# The numbers of `checker.cu`.
+# The numbers of `checker.cu` and `values.cuh`.
 ROLES = ("factor", "operand", "table", "scale", "workspace", "sums", "result")
 DTYPES = (
     "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32", "bool", "int32",

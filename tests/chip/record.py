@@ -73,7 +73,7 @@ def identity(specs: Sequence[GemmSpec]) -> dict[str, Any]:
 
 def harness_sources() -> list[Path]:
     """Returns the files that decide what product a seed is, and what is checked."""
-    own = ("arrays.py", "checker.cu", "device.py", "problems.py")
+    own = ("arrays.py", "checker.cu", "values.cuh", "device.py", "problems.py")
     others = ("cases", "graphs", "grouped", "places", "random_grouped", "reference", "sgemm")
     tests = ROOT / "tests"
     shared = [tests / "support" / f"{name}.py" for name in others]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -42,6 +43,16 @@ def placed(program: Any, mesh: Mesh) -> list[jax.Array]:
 
 def compiled(program: Any, function: Any, arguments: list[jax.Array]) -> Any:
     return jax.jit(lambda *args: program.step(function, *args)).lower(*arguments).compile()
+
+
+def runs_on_kernels(program: Any, mesh: Mesh) -> tuple[Any, str]:
+    """Returns the results of a program's step, and its text, which launches kernels alone."""
+    given = placed(program, mesh)
+    step = compiled(program, program.ours, given)
+    text = step.as_text()
+    assert text.count(TARGET) == program.launches
+    assert not re.search(OTHERS, text)
+    return step(*given), text
 
 
 def moved(program: Any) -> dict[str, int]:

@@ -23,6 +23,7 @@ from meshes import (
     moved,
     note,
     placed,
+    runs_on_kernels,
 )
 from support import reference
 from support.mesh_programs import AXIS, DEVICES, EXTENTS, LAYERS, PRODUCTS
@@ -37,15 +38,18 @@ def assert_sum(result: Any, a: np.ndarray, b: np.ndarray, k: int, partial: bool)
     assert_within_bound(result, expected, magnitude, k, partial)
 
 
+def assert_bits_of_one_gpu(program: Any, mesh: Mesh) -> None:
+    _, *given = placed(program, mesh)
+    _, *here = map(jnp.asarray, program.arguments())
+    spread, alone = (jax.jit(program.ours)(*args) for args in (given, here))
+    assert len(spread.sharding.device_set) == DEVICES
+    np.testing.assert_array_equal(np.asarray(spread).view("u2"), np.asarray(alone).view("u2"))
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_and_gradients_run_on_shares(name, mesh, checked):
     program = PRODUCTS[name]
-    given = placed(program, mesh)
-    step = compiled(program, program.ours, given)
-    text = step.as_text()
-    assert text.count(TARGET) == program.launches
-    assert not re.search(OTHERS, text)
-    found = step(*given)
+    found, text = runs_on_kernels(program, mesh)
     ct, a, b = program.arguments()
     swap = lambda x: x.swapaxes(-1, -2)  # noqa: E731
     for result, lhs, rhs, summed in zip(
@@ -58,12 +62,8 @@ def test_products_and_gradients_run_on_shares(name, mesh, checked):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
     program = LAYERS[name]
-    given = placed(program, mesh)
-    step = compiled(program, program.ours, given)
-    text = step.as_text()
-    assert text.count(TARGET) == program.launches
-    assert not re.search(OTHERS, text)
-    assert_as_near_as_plain(program, mesh, step(*given))
+    found, text = runs_on_kernels(program, mesh)
+    assert_as_near_as_plain(program, mesh, found)
     note(program, text, checked)
 
 
@@ -80,11 +80,7 @@ def test_collectives_of_layers_are_those_of_jnp(name, mesh):
 
 @pytest.mark.parametrize("letter", "mn")
 def test_a_layer_without_a_sum_has_the_bits_of_one_gpu(letter, mesh):
-    program = LAYERS[f"bias and gelu, {letter} sharded"]
-    _, *given = placed(program, mesh)
-    _, *here = map(jnp.asarray, program.arguments())
-    spread, alone = (jax.jit(program.ours)(*args) for args in (given, here))
-    np.testing.assert_array_equal(np.asarray(spread).view("u2"), np.asarray(alone).view("u2"))
+    assert_bits_of_one_gpu(LAYERS[f"bias and gelu, {letter} sharded"], mesh)
 
 
 @pytest.mark.parametrize("name", ["bias and gelu, k sharded", "MLP, hidden sharded"])
@@ -119,12 +115,7 @@ def test_results_have_the_same_bits_in_repeats(name, mesh):
 
 @pytest.mark.parametrize("letter", "bmn")
 def test_a_product_without_a_sum_has_the_bits_of_one_gpu(letter, mesh):
-    program = PRODUCTS[f"{letter} sharded"]
-    _, *given = placed(program, mesh)
-    _, *here = map(jnp.asarray, program.arguments())
-    spread, alone = (jax.jit(program.ours)(*args) for args in (given, here))
-    assert len(spread.sharding.device_set) == DEVICES
-    np.testing.assert_array_equal(np.asarray(spread).view("u2"), np.asarray(alone).view("u2"))
+    assert_bits_of_one_gpu(PRODUCTS[f"{letter} sharded"], mesh)
 
 
 def test_a_sharded_result_of_a_sharded_k_is_scattered(mesh):

@@ -21,6 +21,7 @@ from meshes import (
     moved,
     note,
     placed,
+    runs_on_kernels,
 )
 from support.grouped_programs import Exact, gradients
 from support.mesh_programs import AXIS, RAGGED, SIZES
@@ -33,17 +34,6 @@ PRODUCTS = [name for name in RAGGED if "product" in name]
 LAYERS = [name for name in RAGGED if name not in PRODUCTS]
 
 
-def runs_on_kernels(name: str, mesh: Mesh) -> tuple[jax.Array, str]:
-    """Returns the results of a program's step, and its text, which is checked."""
-    program = RAGGED[name]
-    given = placed(program, mesh)
-    step = compiled(program, program.ours, given)
-    text = step.as_text()
-    assert text.count(TARGET) == program.launches
-    assert not re.search(OTHERS, text)
-    return step(*given), text
-
-
 def exact_of(name: str) -> tuple[Exact, Exact, Exact]:
     """Returns what the product of a program and its gradients are."""
     cotangent, lhs, rhs = RAGGED[name].arguments()
@@ -52,8 +42,8 @@ def exact_of(name: str) -> tuple[Exact, Exact, Exact]:
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_and_gradients_run_on_shares(name, mesh, checked):
-    found, text = runs_on_kernels(name, mesh)
     program = RAGGED[name]
+    found, text = runs_on_kernels(program, mesh)
     # Of groups that a device has not, it adds zeros: nothing is rounded once more.
     for result, exact, summed in zip(found, exact_of(name), "knm", strict=True):
         partial = summed in program.sharded
@@ -64,7 +54,7 @@ def test_products_and_gradients_run_on_shares(name, mesh, checked):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
     program = RAGGED[name]
-    found, text = runs_on_kernels(name, mesh)
+    found, text = runs_on_kernels(program, mesh)
     assert_as_near_as_plain(program, mesh, found)
     note(program, text, checked)
 
