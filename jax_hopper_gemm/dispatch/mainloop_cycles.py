@@ -25,10 +25,12 @@ CLUSTER_WAIT = 0.13  # fitted: of a load; see `load_cycles`
 # that time.
 RING_CYCLES = 2400.0
 
-# Fitted over 147 kernels of 6 products of 8 bits, which then err by 4 % (rms): times as long as
-# without promotion, by math warpgroups (of one assumed); and more of that with scales of blocks.
-PROMOTION = {1: 1.3, 2: 1.15, 3: 1.07}
-BLOCK_SCALES, COLUMN_SCALES = 1.04, 1.4
+# Fitted over 147 kernels of 6 products of 8 bits, which then err by 4 % (rms): cycles of a k-tile
+# beside those of the tensor cores, where sums are promoted, by math warpgroups (of one assumed).
+PROMOTION_CYCLES = {1: 260.0, 2: 130.0, 3: 30.0}
+BLOCK_SCALES_CYCLES = 40.0  # more, with scales of blocks of both operands
+# More, where each column has a scale: for 64x128 elements, and for each piece of a tile.
+COLUMN_SCALES_CYCLES, PIECE_CYCLES = 90.0, 40.0
 
 CONVERSION_INSTRUCTIONS = 2.5  # counted, of an element: of int8 stored along N
 INT4_INSTRUCTIONS = {1: 2.8, 2: 2.1}  # by the blocks of 64 columns that share what is loaded
@@ -61,13 +63,17 @@ def math_cycles(spec: GemmSpec) -> float:
     if spec.cuts_operands:
         return _parts_cycles(spec)
     instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
-    return max(columns / 2, read) * instructions * (_promotion(spec) if spec.promoted else 1)
+    cycles = max(columns / 2, read) * instructions
+    return cycles + _promotion_cycles(spec) if spec.promoted else cycles
 
 
-def _promotion(spec: GemmSpec) -> float:
-    """Returns how many times as long promoted sums take as the tensor cores' own."""
-    scaled = COLUMN_SCALES if spec.b_block == 1 else BLOCK_SCALES if spec.b_block else 1
-    return PROMOTION[spec.math_warpgroups] * scaled
+def _promotion_cycles(spec: GemmSpec) -> float:
+    """Returns the cycles that it takes to promote the sums of a k-tile, beside its products."""
+    s, cycles = spec, PROMOTION_CYCLES[spec.math_warpgroups]
+    if s.b_block == 1:
+        elements, pieces = s.tile_m * s.tile_n, s.tile_m // 64 * (s.tile_n // s.sum_columns)
+        return cycles + elements / (64 * 128) * COLUMN_SCALES_CYCLES + pieces * PIECE_CYCLES
+    return cycles + BLOCK_SCALES_CYCLES if s.b_block else cycles
 
 
 def _parts_cycles(spec: GemmSpec) -> float:
