@@ -1,11 +1,12 @@
 """Times candidate kernels and XLA over random dense products: the data of `fit_xla.py`.
 
-    python benchmarks/survey.py --build FOLDER --seed 5       # compiles the kernels, needs no GPU
-    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/survey.py --seed 5 --json survey.json
+    python benchmarks/survey.py --build FOLDER --seed 7       # compiles the kernels, needs no GPU
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/survey.py --seed 7 --json survey.json
 
 Products are drawn by a seed from extents of published models and log-uniformly, with all layouts.
-Every second one has a small side and a long K, or A stored (K, M): there most is lost. Those of the
-`heldout` suite are left out, unless `--heldout` asks for them alone.
+Two of three are such that a kernel may run by default, as the fit of XLA's time has it: there it
+matters how well it knows. Those of the `heldout` suite are left out, unless `--heldout` asks for
+them alone.
 
 Of each product these kernels are timed, in one program with XLA's own product, so that all share
 clock and temperature: the one that dispatch would run, those of least expected cost, the best of
@@ -43,6 +44,7 @@ from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
+from jax_hopper_gemm.dispatch.model import best_kernel, xla_time
 from jax_hopper_gemm.dispatch.tuner import Candidate
 from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem
@@ -51,7 +53,7 @@ from jax_hopper_gemm.gemm.spec import SWIZZLE_BYTES, GemmSpec
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
-SMALL_SIDE, LONG_K = 700, 1024  # of D, and of products that more is to be learnt of
+OPEN = 1.02  # XLA's expected time over ours, from which more is to be learnt of a product
 LEADERS = 2  # kernels of least expected cost, before one of each kind
 UNTRIED_COUNT = 2
 HOPELESS = 1.5  # times the least expected cost: not timed
@@ -71,19 +73,20 @@ UNTRIED = (
 
 
 def products(count: int, seed: int, split_sectors: bool) -> list[GemmProblem]:
-    """Returns random products, every second one of those that more is to be learnt of."""
+    """Returns random products, two of three of those that more is to be learnt of."""
     held_out = set(shapes.suite("heldout"))
-    drawn = [p for p in shapes.random_products(3 * count, seed) if p not in held_out]
+    drawn = [p for p in shapes.random_products(4 * count, seed) if p not in held_out]
     if split_sectors:
         return [p for p in drawn if p.splits_sectors][:count]
-    usual, hard = iter(drawn), filter(_is_hard, drawn[count:])
-    turns = chain.from_iterable(zip(usual, hard, strict=False))
+    usual, unsure = iter(drawn), filter(_is_open, drawn[count:])
+    turns = chain.from_iterable(zip(usual, unsure, unsure, strict=False))
     return list(islice(dict.fromkeys(turns), count))
 
 
-def _is_hard(problem: GemmProblem) -> bool:
-    p = problem
-    return (min(p.m, p.n) <= SMALL_SIDE and p.k >= LONG_K) or p.a.major == "m"
+def _is_open(problem: GemmProblem) -> bool:
+    best, _ = best_kernel(problem, H200)
+    xla = xla_time(problem, H200)
+    return bool(best and xla) and xla.ns >= OPEN * best.cost.ns
 
 
 @lru_cache
@@ -255,7 +258,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=400, help="products [400]")
-    parser.add_argument("--seed", type=int, default=5, help="that draws them [5]")
+    parser.add_argument("--seed", type=int, default=7, help="that draws them [7]")
     parser.add_argument(
         "--split-sectors", action="store_true",
         help="only products whose rows of D begin within a sector of memory",

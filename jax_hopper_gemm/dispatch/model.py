@@ -21,7 +21,7 @@ from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
-from .xla import Fit, features, fit_for
+from .xla import LINE, Fit, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
 # those along K a box holds no more than there are (`GemmSpec.short_boxes`).
@@ -31,10 +31,12 @@ THIN = 16
 SPLIT_K_DOUBT = 1.07
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
-# XLA's time over ours, the least that is likely, from which a kernel runs. Of products that the fit
-# had not seen kernels from 0.97, 1.00, 1.015, 1.03 were slower than 0.97 of XLA's speed in 3.6,
-# 1.9, 1.5, 1.1 of 100; the mean speed, XLA's own where it ran, was 1.137, 1.122, 1.115, 1.104.
-LEAD = 1.03
+# XLA's expected time over ours from which a kernel runs: so high that of products that the fit had
+# not seen 1 in 1,000 was slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
+# than expected, and never was where reading a matrix of whole lines is what takes the time.
+LEAD, LEAD_OF_FEW, LEAD_OF_STREAMS = 1.45, 1.3, 1.03
+FEW_ROWS, STREAMED_K = 64, 4096
+LOOSE_LEAD = 1.05  # of loose lines, beside the ratio of `LOOSE_LINES` that most exceed
 # Times as long as with whole lines that XLA takes, but for a latency, where an operand's line is a
 # multiple of 1, 2 or 4 elements of 16 bits, no more: the expected ratio, and one that most exceed.
 # Fitted to 29, 17 and 8 products that took 1.6 to 5.2, 1.3 to 3.9 and 2.6 to 3.5 times as long.
@@ -135,7 +137,7 @@ def without_epilogue(problem: GemmProblem) -> GemmProblem:
 def lags(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Plain products that our best kernel may well be slower at, by the fit."""
     xla, ns = xla_time(problem, device), best.ns + copying_ns(problem)
-    if xla is None or xla.least_ns >= LEAD * ns:
+    if xla is None or xla.least_ns >= ns:
         return None
     what = "our best kernel is" if ns == best.ns else "copies and our best kernel are"
     return f"{what} expected to take {ns / 1e3:.1f} us, {beside_xla(problem, best, device)}"
@@ -158,7 +160,7 @@ class XlaTime:
 
     fit: Fit
     ns: float  # expected
-    least_ns: float  # than which it is shorter in a share `xla.UNLIKELY` of cases
+    least_ns: float  # than which it is hardly ever shorter
 
 
 @lru_cache(maxsize=4096)
@@ -177,13 +179,25 @@ def xla_time(problem: GemmProblem, device: Device) -> XlaTime | None:
         return None
     lines = [x.copied_line for x in (problem.a, problem.b) if x.copied_line]
     unit = min((line & -line for line in lines), default=None)  # the power of 2 that divides all
-    slower = LOOSE_LINES[unit] if unit else (1.0, 1.0)
-    inputs = features(whole, best.cost)
-    ns, least_ns = (
-        _on_loose_lines(trees.ratio(inputs) * best.cost.ns, times) + stores
-        for trees, times in zip((fit.expected, fit.least), slower, strict=True)
+    times, least_times = LOOSE_LINES[unit] if unit else (1.0, 1.0)
+    ns = fit.expected.ratio(features(whole, best.cost)) * best.cost.ns
+    return XlaTime(
+        fit,
+        ns=_on_loose_lines(ns, times) + stores,
+        least_ns=_on_loose_lines(ns / xla_lead(problem, best.cost), least_times) + stores,
     )
-    return XlaTime(fit, ns, least_ns)
+
+
+def xla_lead(problem: GemmProblem, best: Estimate) -> float:
+    """Returns how many times as long XLA must be expected to take for our best kernel to run."""
+    p = problem
+    if p.loose_d or p.a.copied_line or p.b.copied_line:
+        return LOOSE_LEAD
+    if p.m > FEW_ROWS:
+        return LEAD
+    whole_lines = p.n % LINE == 0 and p.k % LINE == 0 and p.k >= STREAMED_K
+    streams = whole_lines and best.bound == "device memory" and not best.splits_k
+    return LEAD_OF_STREAMS if streams else LEAD_OF_FEW
 
 
 def _on_loose_lines(ns: float, times: float) -> float:

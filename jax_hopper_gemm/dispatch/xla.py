@@ -16,16 +16,16 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..gemm.dtypes import HALVES
-from ..gemm.problem import GemmProblem, MatrixLayout
+from ..gemm.problem import GemmProblem
 from .cost import Estimate, roofline_ns
 from .device import Device
 
 FITS = Path(__file__).parent / "tables"
 LINE = 64  # elements of 16 bits
-UNLIKELY = 0.15
 NUM_SMS = 132  # of the GPUs that were surveyed
 XLA_TILES = (128, 256), (256, 128), (128, 128), (64, 256), (192, 192)  # common ones of its kernels
-SHORTEST, LONGEST = 0.9, 1.28  # of its times over ours
+# Of its times over ours: further off, how far says nothing of other products.
+SHORTEST, LONGEST = 0.6, 1.7
 
 # An inner node: the feature's number, its threshold, the trees up to it and above it. A leaf: what
 # it adds to the prediction.
@@ -54,10 +54,7 @@ class Trees:
 class Fit:
     """What was fitted to one kind of GPU."""
 
-    # The mean, of ratios between `SHORTEST` and `LONGEST`: further off, how far says nothing of
-    # other products.
-    expected: Trees
-    least: Trees  # than which the ratio is lower in a share `UNLIKELY` of cases
+    expected: Trees  # of ratios between `SHORTEST` and `LONGEST`
     products: int  # that it was fitted to
     error: float  # median, relative, of what was expected of products that the fit had not seen
 
@@ -75,8 +72,8 @@ def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:
         float(best.splits_k),
         float(p.a.major == "k"),
         float(p.b.major == "k"),
-        _alignment(p.a),
-        _alignment(p.b),
+        *map(_alignment, (p.a.leading_stride, p.b.leading_stride, p.m, p.n, p.k)),
+        float(p.m == 1),
         math.ceil(p.m / 64) * 64 / p.m,
         *filled,
         max(filled),
@@ -89,9 +86,9 @@ def _filled(problem: GemmProblem, tile_m: int, tile_n: int) -> float:
     return problem.m * problem.n / (math.ceil(tiles / NUM_SMS) * NUM_SMS * tile_m * tile_n)
 
 
-def _alignment(layout: MatrixLayout) -> float:
-    """Returns the elements that starts of rows are multiples of, up to a line, as a power of 2."""
-    return math.log2(math.gcd(layout.leading_stride, LINE))
+def _alignment(extent: int) -> float:
+    """Returns the power of 2 that divides an extent, up to a line, as an exponent."""
+    return math.log2(math.gcd(extent, LINE))
 
 
 def is_surveyed(problem: GemmProblem, device: Device) -> bool:
@@ -113,8 +110,5 @@ def read_fit(key: str) -> Fit | None:
     if not path.exists():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
-    expected, least = (
-        Trees(document[name]["base"], tuple(document[name]["trees"]))
-        for name in ("expected", "least")
-    )
-    return Fit(expected, least, document["products"], document["error"])
+    expected = Trees(document["base"], tuple(document["trees"]))
+    return Fit(expected, document["products"], document["error"])
