@@ -86,7 +86,7 @@ def products(count: int, seed: int, split_sectors: bool) -> list[GemmProblem]:
 def _is_open(problem: GemmProblem) -> bool:
     best, _ = best_kernel(problem, H200)
     xla = xla_time(problem, H200)
-    return bool(best and xla) and xla.ns >= OPEN * best.cost.ns
+    return best is not None and xla is not None and xla.ns >= OPEN * best.cost.ns
 
 
 @lru_cache
