@@ -11,10 +11,11 @@ from math import exp
 from typing import NamedTuple
 
 from ..gemm import grid
-from ..gemm.k_split import KSplit
+from ..gemm.k_split import split_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .device import Device
+from .several import each, least, where
 
 
 def equal_groups(problem: GemmProblem) -> GemmProblem:
@@ -68,14 +69,17 @@ def _pieces(problem: GemmProblem, rows: int, columns: int) -> int:
     """Returns the pieces of so many rows and columns that D is cut into."""
     p = equal_groups(problem)
     mean = mean_rows(problem)
-    along_m = round(expected_pieces(mean, rows) * p.l) if mean else grid.ceil_div(p.m, rows) * p.l
+    if mean:
+        along_m = each(lambda piece: round(expected_pieces(mean, piece) * p.l), rows)
+    else:
+        along_m = grid.ceil_div(p.m, rows) * p.l
     return along_m * grid.ceil_div(p.n, columns)
 
 
 def expected_k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the k-tiles of a tile; those to expect where K is grouped."""
     if problem.groups and problem.groups.axis == "k":
-        return expected_pieces(problem.k / equal_groups(problem).l, spec.tile_k)
+        return each(expected_pieces, problem.k / equal_groups(problem).l, spec.tile_k)
     return grid.num_k_tiles(problem, spec)
 
 
@@ -87,7 +91,7 @@ def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
     mean = mean_rows(problem)
     if mean is None:
         return 0.0, 1.0
-    tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
+    tiles, blocks = each(expected_pieces, mean, spec.tile_m), expected_pieces(mean, 64)
     blocks_of_tile = spec.tile_m // 64
     if spec.converts_b:  # warpgroups share columns, and multiply all rows of a tile
         return 1 / tiles, 1.0
@@ -101,15 +105,19 @@ class Waves(NamedTuple):
     resident: int  # clusters, at most
     number: int  # tiles that one cluster computes at most
     active_sms: int  # that load at the same time
-    tape: KSplit | None = None  # where clusters share k-tiles
+    split_tiles: int  # whose k-tiles clusters share, see `k_split`
+    ranges: int  # of these k-tiles, one for a cluster
 
 
 def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
     """Returns the waves of a launch; those to expect where its rows are grouped."""
     tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
-    number, tape = grid.ceil_div(tiles, resident), None
-    active = grid.ceil_div(tiles, number)
-    if spec.split_k:
-        tape = grid.k_split(problem, spec, device.num_sms)
-        active = min(tape.items, resident)
-    return Waves(tiles, resident, number, active * spec.cluster_size, tape)
+    number, k_tiles = grid.ceil_div(tiles, resident), grid.num_k_tiles(problem, spec)
+    split_tiles, ranges = each(_split, spec.split_k, tiles, k_tiles, problem.k, resident)
+    items = tiles - split_tiles + ranges
+    active = where(spec.split_k, least(items, resident), grid.ceil_div(tiles, number))
+    return Waves(tiles, resident, number, active * spec.cluster_size, split_tiles, ranges)
+
+
+def _split(splits: bool, tiles: int, k_tiles: int, k: int, clusters: int) -> tuple[int, int]:
+    return split_of(tiles, k_tiles, k, clusters) if splits else (0, 0)

@@ -149,11 +149,9 @@ def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
     are neither stored nor reduced, so they may hold anything.
     """
     p, s = problem.as_stored(spec.d_major), spec
-    rows_a, rows_b = s.tile_m, s.d_tile_n
-    if s.short_boxes:
-        rows_a = min(rows_a, p.m) if s.a_major == "k" else rows_a
-        rows_b = min(rows_b, p.n) if s.b_major == "k" else rows_b
-    return rows_a, rows_b
+    past_m = s.short_boxes * (s.a_major == "k") * (s.tile_m - p.m)
+    past_n = s.short_boxes * (s.b_major == "k") * (s.d_tile_n - p.n)
+    return s.tile_m - past_m * (past_m > 0), s.d_tile_n - past_n * (past_n > 0)
 
 
 def loaded_bytes(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -172,9 +170,9 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     strand what a GPC has over a multiple of four. cuOccupancyMaxActiveClusters says 30 on an
     H200 of 132 SMs. A wrong figure costs speed, never a result.
     """
-    if spec.cluster_size <= 2:
-        return max(1, num_sms // spec.cluster_size)
-    return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
+    stranded = STRANDED_SMS * (spec.cluster_size > 2)
+    clusters = (num_sms - stranded) // spec.cluster_size
+    return clusters * (clusters > 0) + (clusters < 1)
 
 
 def persistent_clusters(cluster_tiles: int, limit: int, *, even: bool) -> int:
