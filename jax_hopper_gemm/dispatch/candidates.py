@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import Any, NamedTuple
 
 from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
 from ..gemm.legality import configuration_violations, violations
-from ..gemm.problem import GemmProblem, Major, VarlenAxis
+from ..gemm.problem import GemmProblem, Major, VarlenAxis, plain_graph
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import SMEM_LIMIT, GemmSpec
@@ -41,6 +42,7 @@ from .configs import (
 )
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
+from .several import Several, least
 from .table import tables_of
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
@@ -63,18 +65,13 @@ B_MAJORS: tuple[Major, ...] = ("n", "k")
 @lru_cache(maxsize=1024)
 def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels of a type that the cost model may choose."""
-    considered, epilogue = _configs(problem_type), problem_type.epilogue
-    if epilogue and epilogue.needs_whole_rows:
-        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
-    return _legal(considered, problem_type)
+    return _legal(model_configs(problem_type), problem_type)
 
 
 @lru_cache(maxsize=1024)
 def wide_store_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns kernels of a type that store wider lines, for D with `splits_sectors`."""
-    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
-    plain = problem_type.grouped is None and problem_type.a_dtype in HALVES
-    return _legal(WIDE_STORE_CONFIGS, problem_type) if narrow and plain else ()
+    return _legal(wide_store_configs(problem_type), problem_type)
 
 
 @lru_cache(maxsize=4096)
@@ -98,12 +95,98 @@ def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
     return specs
 
 
+def outlined(problem: GemmProblem) -> list[tuple[ProblemType, Outlines]]:
+    """Returns the outlines of `considered_specs`, in their order, by type."""
+    found = [(kind, outlines(kind)) for kind in types_of(problem)]
+    if problem.splits_sectors:
+        wide = [(kind, outlines(kind, wide=True)) for kind, _ in found if wide_store_configs(kind)]
+        found += wide
+    return [(kind, outline) for kind, outline in found if outline.configs]
+
+
+class Outlines(NamedTuple):
+    """Configurations, and kernels of them that are expected to be faster than any that is legal."""
+
+    configs: tuple[Config, ...]
+    kernels: Several
+
+
+@lru_cache(maxsize=1024)
+def outlines(problem_type: ProblemType, wide: bool = False) -> Outlines:
+    """Returns outlines of a type's kernels: those that need not be legal, to be estimated at once.
+
+    Their operands have all of shared memory, and their epilogues do not wait. So what they are does
+    not depend on epilogue and results, and on the axes of operands boxes alone: of these all have
+    in common what one has.
+    """
+    alike, graph = problem_type, problem_type.epilogue
+    if not (graph and graph.needs_whole_rows):
+        alike = replace(alike, epilogue=_BARE[graph.accumulators if graph else 1], **_BARE_RESULTS)
+    found = _outlines_stored(alike, wide)
+    if not found.configs:
+        return found
+    one = _outline(found.configs[0], problem_type)
+    common = {name: getattr(one, name) for name in _OF_RESULTS}
+    return Outlines(found.configs, Several([found.kernels], **common))
+
+
+_BARE = {n: EpilogueGraph(n, results=plain_graph("float32").results) for n in (1, 2)}
+_BARE_RESULTS: dict[str, Any] = {"d_dtype": "float32", "loose_d": False}
+_OF_RESULTS = (*_BARE_RESULTS, "epilogue", "graph", "epi_box", "epi_stage_bytes")
+
+
+@lru_cache(maxsize=256)
+def _outlines_stored(problem_type: ProblemType, wide: bool) -> Outlines:
+    stored = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
+    configs, specs, kernels = _outlines_alike(_along_k(problem_type), wide)
+    along = Several([spec.varied(**stored) for spec in specs])
+    boxes = {name: getattr(along, name) for name in ("a_box", "b_box")} if specs else {}
+    kernels = Several([kernels], **stored, **boxes)
+    return Outlines(configs, kernels)
+
+
+@lru_cache(maxsize=256)
+def _outlines_alike(
+    problem_type: ProblemType, wide: bool
+) -> tuple[tuple[Config, ...], tuple[GemmSpec, ...], Several]:
+    considered = WIDE_STORE_CONFIGS if wide else model_configs(problem_type)
+    specs = ((config, _outline(config, problem_type)) for config in considered)
+    found = [(config, spec) for config, spec in specs if spec]
+    made = tuple(spec for _, spec in found)
+    return tuple(config for config, _ in found), made, Several(made)
+
+
+def _outline(config: Config, problem_type: ProblemType) -> GemmSpec | None:
+    graph = problem_type.epilogue
+    if graph and config.tile_n % (16 * graph.accumulators):  # no box is so narrow
+        return None
+    bare = _with_rings(config, problem_type, num_stages=0, epi_tile_n=WIDE_EPI_TILE, epi_stages=0)
+    stages = min(MAX_STAGES, (SMEM_LIMIT - bare.smem_bytes) // bare.stage_bytes)
+    # With more than two stages an epilogue that loads nothing does not wait.
+    return bare.varied(num_stages=stages, epi_stages=4) if stages >= MIN_STAGES else None
+
+
 @lru_cache(maxsize=64)
 def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
     specs = dict.fromkeys(_legal(_configs(problem_type), problem_type))
     specs |= dict.fromkeys(_legal(tuner_configs(), problem_type))
     return tuple(specs)
+
+
+def model_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns the configurations of `model_specs`, legal or not."""
+    considered, epilogue = _configs(problem_type), problem_type.epilogue
+    if epilogue and epilogue.needs_whole_rows:
+        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
+    return considered
+
+
+def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns the configurations of `wide_store_specs`, legal or not."""
+    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
+    plain = problem_type.grouped is None and problem_type.a_dtype in HALVES
+    return WIDE_STORE_CONFIGS if narrow and plain else ()
 
 
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
@@ -130,13 +213,17 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
 
     Shared memory is filled alike whichever axis operands lie along, and so it is filled once.
     """
-    alike = replace(problem_type, a_major="k", b_major="k")
+    alike = _along_k(problem_type)
     if problem_type.grouped == "k" or not has_kernels(alike):
         alike = problem_type
     specs = _filled_specs(tuple(considered), alike)
     a_major, b_major = problem_type.a_major, problem_type.b_major
     stored = (spec.varied(a_major=a_major, b_major=b_major) for spec in specs)
     return tuple(filter(worthwhile, stored))
+
+
+def _along_k(problem_type: ProblemType) -> ProblemType:
+    return replace(problem_type, a_major="k", b_major="k")
 
 
 @lru_cache(maxsize=64)  # of the tuner's configurations it holds thousands
@@ -156,32 +243,35 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     """
     if not has_kernels(problem_type):
         return None
-    tile_k = config.k_bytes // DTYPES[problem_type.a_dtype].itemsize
     if problem_type.simt_width:
-        spec = GemmSpec(
-            **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
-            cluster_m=config.cluster_m, cluster_n=config.cluster_n, num_stages=simt.NUM_STAGES,
-            tile_scheduler=config.tile_scheduler, split_k=config.split_k,
-        )  # fmt: skip
+        alike = replace(config, warp_schedule="cooperative", short_boxes=False, evict_first=None)
+        spec = _with_rings(alike, problem_type, num_stages=simt.NUM_STAGES)
         return None if configuration_violations(spec) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
     narrow = None
     for epi_tile_n in _widths(config, loads):
-        least = GemmSpec(
-            **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
-            cluster_m=config.cluster_m, cluster_n=config.cluster_n,
-            warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
-            short_boxes=config.short_boxes, evict_first=config.evict_first,
-            num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
-            epi_load_stages=2 if loads else 0, split_k=config.split_k,
+        fewest = _with_rings(
+            config, problem_type, num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
+            epi_load_stages=2 if loads else 0,
         )  # fmt: skip
-        if configuration_violations(least):
+        if configuration_violations(fewest):
             continue
-        spec = _filled(least)
+        spec = _filled(fewest)
         if spec.num_stages > MIN_STAGES or spec.epi_tile_n >= WIDE_EPI_TILE:
             return spec
         narrow = narrow or spec
     return narrow
+
+
+def _with_rings(config: Config, problem_type: ProblemType, **rings: int) -> GemmSpec:
+    return GemmSpec(
+        **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n,
+        tile_k=config.k_bytes // DTYPES[problem_type.a_dtype].itemsize,
+        cluster_m=config.cluster_m, cluster_n=config.cluster_n,
+        warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
+        short_boxes=config.short_boxes, evict_first=config.evict_first, split_k=config.split_k,
+        **rings,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -203,8 +293,8 @@ def _widths(config: Config, loads: bool) -> tuple[int, ...]:
     return (64, 32, 16) if loads and config.warp_schedule == "cooperative" else (32, 16)
 
 
-def _filled(least: GemmSpec) -> GemmSpec:
-    s, warpgroups = least, least.math_warpgroups
+def _filled(fewest: GemmSpec) -> GemmSpec:
+    s, warpgroups = fewest, fewest.math_warpgroups
     free = SMEM_LIMIT - s.smem_bytes
     stages = min(MAX_STAGES, s.num_stages + free // s.stage_bytes)
     free -= (stages - s.num_stages) * s.stage_bytes
@@ -221,15 +311,14 @@ def _filled(least: GemmSpec) -> GemmSpec:
     return s.varied(num_stages=stages, epi_load_stages=load_stages, epi_stages=epi_stages)
 
 
-def worthwhile(spec: GemmSpec) -> bool:
+def worthwhile(spec: GemmSpec | Several) -> Any:
     """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
-    a_bytes = (spec.tile_k if spec.a_major == "k" else spec.tile_m) * spec.a_itemsize
-    line = spec.tile_k if spec.b_major == "k" else spec.d_tile_n
-    b_bytes = DTYPES[spec.b_dtype].nbytes(line)
-    return all(
-        box.swizzle >= min(MIN_SWIZZLE, nbytes)
-        for box, nbytes in ((spec.a_box, a_bytes), (spec.b_box, b_bytes))
-    )
+    s: Any = spec
+    a_bytes = (s.tile_k if s.a_major == "k" else s.tile_m) * s.a_itemsize
+    line = s.tile_k if s.b_major == "k" else s.d_tile_n
+    b_bytes = DTYPES[s.b_dtype].nbytes(line)
+    wide_a = s.a_box.swizzle >= least(MIN_SWIZZLE, a_bytes)
+    return wide_a & (s.b_box.swizzle >= least(MIN_SWIZZLE, b_bytes))
 
 
 def refilled_spec(plain: GemmSpec, problem_type: ProblemType) -> GemmSpec | None:

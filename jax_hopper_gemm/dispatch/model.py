@@ -9,18 +9,22 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.grid import ceil_div
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
-from .candidates import considered_specs
-from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate
+from .candidates import considered_specs, filled_spec, outlined, worthwhile
+from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate, rough_times
+from .cost import Times
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
-from .legality import extent_violations, limit_violations, split_violations
+from .legality import extent_violations, gains_by_split, limit_violations, split_violations
+from .several import Several, where
 from .xla import Fit, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
@@ -29,6 +33,7 @@ THIN = 16
 # Of expected costs of kernels that share all tiles: these err by 5 % (rms). With it the kernel of
 # least cost was within 2 % of the fastest of `benchmarks/split_k.py`, on each of 17 products.
 SPLIT_K_DOUBT = 1.07
+ROUNDING = 1e-9  # of costs in arrays, which are only compared with others
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's time over ours, the least that is likely, from which a kernel runs. Of products that the fit
@@ -67,19 +72,52 @@ def best_kernel(
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
-    low = [s for s in legal if not (_is_too_tall(problem, s) or _is_a_stream(problem, s))]
-    costs = (Best(spec, rough_estimate(problem, spec, device)) for spec in low or legal)
-    return min(costs, key=_doubtful_ns), reasons
+    fitting = [spec for spec in legal if not _is_unlikely(problem, spec)]
+    costs = (Best(spec, rough_estimate(problem, spec, device)) for spec in fitting or legal)
+    return min(costs, key=lambda best: _doubtful_ns(best.spec, best.cost)), reasons
 
 
 @lru_cache(maxsize=4096)
 def _best_of_all(problem: GemmProblem, device: Device) -> tuple[Best | None, list[str]]:
+    if best := _least_outlined(problem, device):
+        return best, []
     return best_kernel(problem, device, considered_specs(problem))
 
 
-def _doubtful_ns(best: Best) -> float:
-    shares_all = best.cost.splits_k and best.cost.waves == 1
-    return best.cost.ns * (SPLIT_K_DOUBT if shares_all else 1.0)
+def _least_outlined(problem: GemmProblem, device: Device) -> Best | None:
+    """Returns the best of `considered_specs` but unlikely ones, most of which are never made.
+
+    Outlines are cheap and cost no more than their kernels, and mostly as much. So kernels are made
+    in the order of their outlines' costs, until one costs less than the outlines that remain.
+    """
+    waiting = []
+    for number, (kind, (configs, kernels)) in enumerate(outlined(problem)):
+        costs = np.broadcast_to(_outlined_ns(problem, kernels, device), len(configs)).tolist()
+        waiting += [(ns, number, i, kind, configs[i]) for i, ns in enumerate(costs)]
+    least, found = math.inf, []
+    for ns, number, i, kind, config in sorted(waiting):
+        if ns * (1 - ROUNDING) > least:
+            break
+        spec = filled_spec(config, kind)
+        if spec and worthwhile(spec) and not _is_unlikely(problem, spec) and _legal(problem, device, [spec])[0]:
+            best = Best(spec, rough_estimate(problem, spec, device))
+            found.append((_doubtful_ns(spec, best.cost), number, i, best))
+            least = min(found)[0]
+    return min(found)[-1] if found else None
+
+
+def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
+    """Returns costs of outlines, infinite where their kernels would not be considered."""
+    ns = _doubtful_ns(kernels, rough_times(problem, kernels, device))
+    if problem.groups is None:  # else no kernel splits K
+        useless = where(gains_by_split(problem, kernels, device), False, kernels.split_k)
+        ns = where(useless, math.inf, ns)
+    unlikely = _is_unlikely(problem, kernels)
+    return where(worthwhile(kernels), where(unlikely, math.inf, ns), math.inf)
+
+
+def _doubtful_ns(spec: GemmSpec | Several, cost: Estimate | Times) -> Any:
+    return cost.ns * where(spec.split_k & (cost.waves == 1), SPLIT_K_DOUBT, 1.0)
 
 
 def _legal(
@@ -98,7 +136,12 @@ def _legal(
     return legal, reasons
 
 
-def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
+def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
+    """Whether a kernel is considered only where all others are as unlikely to be fast."""
+    return _is_too_tall(problem, spec) | _is_a_stream(problem, spec)
+
+
+def _is_too_tall(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
     """Whether most rows of a tile are expected to be past the end of a group.
 
     Reading B is then what takes time, and rows that are not there leave less of it in flight.
@@ -107,10 +150,10 @@ def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
     return rows is not None and spec.tile_m > max(64, 2 * rows)
 
 
-def _is_a_stream(problem: GemmProblem, spec: GemmSpec) -> bool:
+def _is_a_stream(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
     """Whether a kernel for one row or column of tiles would run several of both."""
     p = problem.as_stored(spec.d_major)
-    return spec.short_boxes and p.m > spec.tile_m and p.n > spec.d_tile_n
+    return spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n)
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

@@ -52,9 +52,13 @@ def where(condition: Any, then: Any, other: Any) -> Any:
 
 def least(a: Any, b: Any) -> Any:
     """Returns the smaller of two numbers, of arrays for each of their elements."""
-    return where(a <= b, a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.minimum(a, b)
+    return min(a, b)
 
 
 def most(a: Any, b: Any) -> Any:
     """Returns the larger of two numbers, of arrays for each of their elements."""
-    return where(a >= b, a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.maximum(a, b)
+    return max(a, b)
