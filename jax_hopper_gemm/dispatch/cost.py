@@ -31,6 +31,8 @@ from .configs import RASTER_ORDERS
 from .device import CYCLES_PER_NS, FMA_UNITS, MEMORY_BYTES_PER_NS, SM_BYTES_PER_CYCLE, Device
 from .epilogue_cycles import EPILOGUE_CYCLES, computing_cycles, epilogue_cycles, loose_cycles
 from .expected_tiles import (
+    NOT_SHARED,
+    Waves,
     expected_k_tiles,
     expected_tiles,
     expected_waves,
@@ -38,7 +40,7 @@ from .expected_tiles import (
 )
 from .mainloop_cycles import k_tile_cycles, load_cycles, math_cycles
 from .memory_traffic import memory_bytes
-from .several import Several, each, least, most, where
+from .several import Several, least, most, where
 
 ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
@@ -89,8 +91,13 @@ def _estimate(
     problem: GemmProblem, spec: GemmSpec, orders: Iterable[RasterOrder], device: Device
 ) -> Estimate:
     t = _times(problem, spec, orders, device)
-    bound = "device memory" if t.memory_ns > t.sm_ns else t.sm_bound
-    return Estimate(t.ns, bound, t.tiles, t.waves, t.occupancy, spec.split_k)
+    tiles = expected_tiles(problem.as_run_by(spec), spec)
+    bound = "L2" if t.by_loads else "FMA units" if spec.simt_width else "tensor cores"
+    bound = "device memory" if t.memory_ns > t.sm_ns else bound
+    occupied, slots = t.waves.tiles, t.waves.number * t.waves.resident
+    if spec.split_k:
+        occupied, slots = t.waves.active_sms, t.waves.resident * spec.cluster_size
+    return Estimate(t.ns, bound, tiles, t.waves.number, occupied / slots, spec.split_k)
 
 
 class Times(NamedTuple):
@@ -99,10 +106,8 @@ class Times(NamedTuple):
     ns: Any
     sm_ns: Any
     memory_ns: Any
-    sm_bound: Any  # "tensor cores", "L2" or "FMA units"
-    tiles: Any
-    waves: Any
-    occupancy: Any
+    by_loads: Any  # whether loads take an SM longer than math
+    waves: Waves
 
 
 def _times(
@@ -113,35 +118,24 @@ def _times(
     p, memory = problem.as_run_by(s), memory_bytes(problem, s, orders, device)
     if s.simt_width:
         return _simt_times(p, s, memory, device)
-    waves, k_tiles = expected_waves(p, s, device), grid.num_k_tiles(p, s)
+    waves = expected_waves(p, s, device)
     math, load = math_cycles(s), load_cycles(p, s, waves.active_sms)
     partial, live = partial_tiles(p, s)
     k_tile = (1 - partial) * k_tile_cycles(math, load)
     k_tile += partial * k_tile_cycles(live * math, load)
 
-    clusters = waves.active_sms // s.cluster_size
-    taken = waves.tiles, k_tiles, clusters, waves.split_tiles, waves.ranges
-    stored, multiplied, added = each(_busiest, s.split_k, *taken)
-    mainloop = where(s.split_k, multiplied * k_tile / stored, expected_k_tiles(p, s) * k_tile)
-    cycles = _sm_cycles(s, where(s.split_k, stored, waves.number), mainloop)
-    sm_ns = (cycles + _exchange_cycles(s, added)) / CYCLES_PER_NS
+    shared, k_tiles = waves.shared, expected_k_tiles(p, s)
+    mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
+    cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop)
+    sm_ns = (cycles + _exchange_cycles(s, shared.added)) / CYCLES_PER_NS
     sm_ns *= where(s.split_k & (waves.number > 1), SHARED_WAVE, 1.0)
     sm_ns += waves.number * loose_cycles(s) / CYCLES_PER_NS
 
-    memory += waves.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
+    memory += shared.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
     memory_ns = memory / MEMORY_BYTES_PER_NS
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
-    slots = waves.resident * where(s.split_k, s.cluster_size, waves.number)
-    return Times(
-        ns=ns + cutting_ns(p),
-        sm_ns=sm_ns,
-        memory_ns=memory_ns,
-        sm_bound=where(load > math, "L2", "tensor cores"),
-        tiles=expected_tiles(p, s),
-        waves=waves.number,
-        occupancy=where(s.split_k, waves.active_sms, waves.tiles) / slots,
-    )
+    return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
 
 def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
@@ -160,23 +154,6 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
     stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
     return where(spec.warp_schedule == "pingpong", in_turns, stored + waves * shared)
-
-
-def _busiest(
-    splits: bool, tiles: int, k_tiles: int, clusters: int, split_tiles: int, ranges: int
-) -> tuple[int, int, int]:
-    """Returns what the busiest CTA does where clusters share tiles.
-
-    It multiplies a range and whole tiles, stores its share of the tiles, leaves one partial sum and
-    adds those of the others that work on its tile: tiles, k-tiles, and partial sums that are added.
-    """
-    if not splits:
-        return 1, 0, 0
-    length, added = (tiles - split_tiles) // clusters * k_tiles, 0
-    if ranges:
-        length += grid.ceil_div(split_tiles * k_tiles, ranges)
-        added = grid.ceil_div(ranges, split_tiles) - (ranges % split_tiles == 0)
-    return grid.ceil_div(tiles, clusters), length, added
 
 
 def _exchange_cycles(spec: GemmSpec, added: int) -> float:
@@ -206,8 +183,8 @@ def _simt_times(problem: GemmProblem, spec: GemmSpec, memory: float, device: Dev
     loss = 1 + SIMT_LOSS * (128 / s.tile_m + 128 / s.tile_n)
     sm_ns = (busiest * products / FMA_UNITS * loss + EPILOGUE_CYCLES) / CYCLES_PER_NS
     memory_ns = memory / MEMORY_BYTES_PER_NS
-    ns = LAUNCH_NS + most(sm_ns, memory_ns)
-    return Times(ns, sm_ns, memory_ns, "FMA units", tiles, waves, tiles / (waves * slots))
+    taken = Waves(tiles, slots, waves, device.num_sms, NOT_SHARED)
+    return Times(LAUNCH_NS + most(sm_ns, memory_ns), sm_ns, memory_ns, False, taken)
 
 
 @dataclass(frozen=True)

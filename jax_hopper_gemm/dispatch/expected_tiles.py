@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..gemm import grid
 from ..gemm.k_split import split_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .device import Device
-from .several import each, least, where
+from .several import each, where
 
 
 def equal_groups(problem: GemmProblem) -> GemmProblem:
@@ -101,23 +101,43 @@ def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
 class Waves(NamedTuple):
     """The tiles that clusters compute together, and how these take turns."""
 
-    tiles: int
-    resident: int  # clusters, at most
-    number: int  # tiles that one cluster computes at most
-    active_sms: int  # that load at the same time
-    split_tiles: int  # whose k-tiles clusters share, see `k_split`
-    ranges: int  # of these k-tiles, one for a cluster
+    tiles: Any
+    resident: Any  # clusters, at most
+    number: Any  # tiles that one cluster computes at most
+    active_sms: Any  # that load at the same time
+    shared: Shared
+
+
+class Shared(NamedTuple):
+    """How clusters share k-tiles of some tiles (`k_split`), and what the busiest one does."""
+
+    clusters: Any  # that have work
+    ranges: Any  # of k-tiles
+    stored: Any  # tiles
+    multiplied: Any  # k-tiles
+    added: Any  # partial sums of others that work on its tile
 
 
 def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
     """Returns the waves of a launch; those to expect where its rows are grouped."""
     tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
     number, k_tiles = grid.ceil_div(tiles, resident), grid.num_k_tiles(problem, spec)
-    split_tiles, ranges = each(_split, spec.split_k, tiles, k_tiles, problem.k, resident)
-    items = tiles - split_tiles + ranges
-    active = where(spec.split_k, least(items, resident), grid.ceil_div(tiles, number))
-    return Waves(tiles, resident, number, active * spec.cluster_size, split_tiles, ranges)
+    shared = Shared(*each(_shared, spec.split_k, tiles, k_tiles, problem.k, resident))
+    clusters = where(spec.split_k, shared.clusters, grid.ceil_div(tiles, number))
+    return Waves(tiles, resident, number, clusters * spec.cluster_size, shared)
 
 
-def _split(splits: bool, tiles: int, k_tiles: int, k: int, clusters: int) -> tuple[int, int]:
-    return split_of(tiles, k_tiles, k, clusters) if splits else (0, 0)
+def _shared(splits: bool, tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
+    if not splits:
+        return NOT_SHARED
+    split_tiles, ranges = split_of(tiles, k_tiles, k, resident)
+    whole, added = tiles - split_tiles, 0
+    clusters = min(whole + ranges, resident)
+    multiplied = whole // clusters * k_tiles
+    if ranges:
+        multiplied += grid.ceil_div(split_tiles * k_tiles, ranges)
+        added = grid.ceil_div(ranges, split_tiles) - (ranges % split_tiles == 0)
+    return Shared(clusters, ranges, grid.ceil_div(tiles, clusters), multiplied, added)
+
+
+NOT_SHARED = Shared(clusters=1, ranges=0, stored=1, multiplied=0, added=0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from ..gemm.grid import (
     launched_clusters,
@@ -29,7 +28,6 @@ from ..gemm.spec import GemmSpec
 from ..gemm.type_legality import type_violations
 from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
-from .several import Several
 
 MAX_TENSOR_MAPS = 16  # of one launch
 MAX_INT8_K = 2**31 // 128**2  # terms of (-128) * (-128) that int32 does not hold
@@ -65,16 +63,12 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 
 def split_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> list[str]:
     """Returns why a kernel that splits K is not considered where nothing has been measured."""
-    if not spec.split_k or gains_by_split(problem, spec, device):
+    if not spec.split_k:
         return []
     tiles, clusters = num_cluster_tiles(problem, spec), max_clusters(spec, device.num_sms)
+    if is_worth_splitting(tiles, clusters):
+        return []
     return [f"{tiles} clusters of tiles for {clusters} of SMs: nothing is gained by splitting K"]
-
-
-def gains_by_split(problem: GemmProblem, spec: GemmSpec | Several, device: Device) -> Any:
-    """Whether whole tiles would leave many SMs idle, so that splitting K may gain."""
-    s: Any = spec
-    return is_worth_splitting(num_cluster_tiles(problem, s), max_clusters(s, device.num_sms))
 
 
 def problem_violations(problem: GemmProblem) -> list[str]:

@@ -16,14 +16,14 @@ import numpy as np
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.grid import ceil_div
+from ..gemm.k_split import is_worth_splitting
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
 from .candidates import considered_specs, filled_spec, outlined, worthwhile
 from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate, rough_times
-from .cost import Times
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
-from .legality import extent_violations, gains_by_split, limit_violations, split_violations
+from .legality import extent_violations, limit_violations, split_violations
 from .several import Several, where
 from .xla import Fit, features, fit_for
 
@@ -74,7 +74,7 @@ def best_kernel(
         return None, reasons
     fitting = [spec for spec in legal if not _is_unlikely(problem, spec)]
     costs = (Best(spec, rough_estimate(problem, spec, device)) for spec in fitting or legal)
-    return min(costs, key=lambda best: _doubtful_ns(best.spec, best.cost)), reasons
+    return min(costs, key=lambda x: _doubtful_ns(x.spec, x.cost.ns, x.cost.waves)), reasons
 
 
 @lru_cache(maxsize=4096)
@@ -101,23 +101,22 @@ def _least_outlined(problem: GemmProblem, device: Device) -> Best | None:
         spec = filled_spec(config, kind)
         if spec and worthwhile(spec) and not _is_unlikely(problem, spec) and _legal(problem, device, [spec])[0]:
             best = Best(spec, rough_estimate(problem, spec, device))
-            found.append((_doubtful_ns(spec, best.cost), number, i, best))
+            found.append((_doubtful_ns(spec, best.cost.ns, best.cost.waves), number, i, best))
             least = min(found)[0]
     return min(found)[-1] if found else None
 
 
 def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
     """Returns costs of outlines, infinite where their kernels would not be considered."""
-    ns = _doubtful_ns(kernels, rough_times(problem, kernels, device))
-    if problem.groups is None:  # else no kernel splits K
-        useless = where(gains_by_split(problem, kernels, device), False, kernels.split_k)
-        ns = where(useless, math.inf, ns)
+    ns, *_, waves = rough_times(problem, kernels, device)
+    ns = _doubtful_ns(kernels, ns, waves.number)
+    useless = kernels.split_k & (1 - is_worth_splitting(waves.tiles, waves.resident))
     unlikely = _is_unlikely(problem, kernels)
-    return where(worthwhile(kernels), where(unlikely, math.inf, ns), math.inf)
+    return where(worthwhile(kernels), where(useless | unlikely, math.inf, ns), math.inf)
 
 
-def _doubtful_ns(spec: GemmSpec | Several, cost: Estimate | Times) -> Any:
-    return cost.ns * where(spec.split_k & (cost.waves == 1), SPLIT_K_DOUBT, 1.0)
+def _doubtful_ns(spec: GemmSpec | Several, ns: Any, waves: Any) -> Any:
+    return ns * where(spec.split_k & (waves == 1), SPLIT_K_DOUBT, 1.0)
 
 
 def _legal(

@@ -149,9 +149,12 @@ def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
     are neither stored nor reduced, so they may hold anything.
     """
     p, s = problem.as_stored(spec.d_major), spec
-    past_m = s.short_boxes * (s.a_major == "k") * (s.tile_m - p.m)
-    past_n = s.short_boxes * (s.b_major == "k") * (s.d_tile_n - p.n)
-    return s.tile_m - past_m * (past_m > 0), s.d_tile_n - past_n * (past_n > 0)
+    rows_a, rows_b = s.tile_m, s.d_tile_n
+    if s.a_major == "k":
+        rows_a = rows_a - s.short_boxes * (rows_a > p.m) * (rows_a - p.m)
+    if s.b_major == "k":
+        rows_b = rows_b - s.short_boxes * (rows_b > p.n) * (rows_b - p.n)
+    return rows_a, rows_b
 
 
 def loaded_bytes(problem: GemmProblem, spec: GemmSpec) -> int:
