@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
 from ..gemm.legality import configuration_violations, violations
-from ..gemm.problem import GemmProblem, Major, VarlenAxis, plain_graph
+from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import SMEM_LIMIT, GemmSpec
@@ -95,77 +95,6 @@ def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
     return specs
 
 
-def outlined(problem: GemmProblem) -> list[tuple[ProblemType, Outlines]]:
-    """Returns the outlines of `considered_specs`, in their order, by type."""
-    found = [(kind, outlines(kind)) for kind in types_of(problem)]
-    if problem.splits_sectors:
-        wide = [(kind, outlines(kind, wide=True)) for kind, _ in found if wide_store_configs(kind)]
-        found += wide
-    return [(kind, outline) for kind, outline in found if outline.configs]
-
-
-class Outlines(NamedTuple):
-    """Configurations, and kernels of them that are expected to be faster than any that is legal."""
-
-    configs: tuple[Config, ...]
-    kernels: Several
-
-
-@lru_cache(maxsize=1024)
-def outlines(problem_type: ProblemType, wide: bool = False) -> Outlines:
-    """Returns outlines of a type's kernels: those that need not be legal, to be estimated at once.
-
-    Their operands have all of shared memory, and their epilogues do not wait. So what they are does
-    not depend on epilogue and results, and on the axes of operands boxes alone: of these all have
-    in common what one has.
-    """
-    alike, graph = problem_type, problem_type.epilogue
-    if not (graph and graph.needs_whole_rows):
-        alike = replace(alike, epilogue=_BARE[graph.accumulators if graph else 1], **_BARE_RESULTS)
-    found = _outlines_stored(alike, wide)
-    if not found.configs:
-        return found
-    one = _outline(found.configs[0], problem_type)
-    common = {name: getattr(one, name) for name in _OF_RESULTS}
-    return Outlines(found.configs, Several([found.kernels], **common))
-
-
-_BARE = {n: EpilogueGraph(n, results=plain_graph("float32").results) for n in (1, 2)}
-_BARE_RESULTS: dict[str, Any] = {"d_dtype": "float32", "loose_d": False}
-_OF_RESULTS = (*_BARE_RESULTS, "epilogue", "graph", "epi_box", "epi_stage_bytes")
-
-
-@lru_cache(maxsize=256)
-def _outlines_stored(problem_type: ProblemType, wide: bool) -> Outlines:
-    stored = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
-    configs, specs, kernels = _outlines_alike(_along_k(problem_type), wide)
-    along = Several([spec.varied(**stored) for spec in specs])
-    boxes = {name: getattr(along, name) for name in ("a_box", "b_box")} if specs else {}
-    kernels = Several([kernels], **stored, **boxes)
-    return Outlines(configs, kernels)
-
-
-@lru_cache(maxsize=256)
-def _outlines_alike(
-    problem_type: ProblemType, wide: bool
-) -> tuple[tuple[Config, ...], tuple[GemmSpec, ...], Several]:
-    considered = WIDE_STORE_CONFIGS if wide else model_configs(problem_type)
-    specs = ((config, _outline(config, problem_type)) for config in considered)
-    found = [(config, spec) for config, spec in specs if spec]
-    made = tuple(spec for _, spec in found)
-    return tuple(config for config, _ in found), made, Several(made)
-
-
-def _outline(config: Config, problem_type: ProblemType) -> GemmSpec | None:
-    graph = problem_type.epilogue
-    if graph and config.tile_n % (16 * graph.accumulators):  # no box is so narrow
-        return None
-    bare = _with_rings(config, problem_type, num_stages=0, epi_tile_n=WIDE_EPI_TILE, epi_stages=0)
-    stages = min(MAX_STAGES, (SMEM_LIMIT - bare.smem_bytes) // bare.stage_bytes)
-    # With more than two stages an epilogue that loads nothing does not wait.
-    return bare.varied(num_stages=stages, epi_stages=4) if stages >= MIN_STAGES else None
-
-
 @lru_cache(maxsize=64)
 def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
@@ -213,7 +142,7 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
 
     Shared memory is filled alike whichever axis operands lie along, and so it is filled once.
     """
-    alike = _along_k(problem_type)
+    alike = along_k(problem_type)
     if problem_type.grouped == "k" or not has_kernels(alike):
         alike = problem_type
     specs = _filled_specs(tuple(considered), alike)
@@ -222,7 +151,8 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
     return tuple(filter(worthwhile, stored))
 
 
-def _along_k(problem_type: ProblemType) -> ProblemType:
+def along_k(problem_type: ProblemType) -> ProblemType:
+    """Returns the type with both operands along K."""
     return replace(problem_type, a_major="k", b_major="k")
 
 
@@ -245,12 +175,12 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
         return None
     if problem_type.simt_width:
         alike = replace(config, warp_schedule="cooperative", short_boxes=False, evict_first=None)
-        spec = _with_rings(alike, problem_type, num_stages=simt.NUM_STAGES)
+        spec = with_rings(alike, problem_type, num_stages=simt.NUM_STAGES)
         return None if configuration_violations(spec) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
     narrow = None
     for epi_tile_n in _widths(config, loads):
-        fewest = _with_rings(
+        fewest = with_rings(
             config, problem_type, num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
             epi_load_stages=2 if loads else 0,
         )  # fmt: skip
@@ -263,7 +193,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     return narrow
 
 
-def _with_rings(config: Config, problem_type: ProblemType, **rings: int) -> GemmSpec:
+def with_rings(config: Config, problem_type: ProblemType, **rings: Any) -> GemmSpec:
+    """Returns the kernel of a configuration, legal or not, with these rings and epilogue tile."""
     return GemmSpec(
         **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n,
         tile_k=config.k_bytes // DTYPES[problem_type.a_dtype].itemsize,

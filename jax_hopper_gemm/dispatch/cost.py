@@ -113,7 +113,7 @@ class Times(NamedTuple):
 def _times(
     problem: GemmProblem, spec: GemmSpec | Several, orders: Iterable[RasterOrder], device: Device
 ) -> Times:
-    """Returns the expected times of a kernel, or of several, in the best of some orders of tiles."""
+    """Returns the expected times of a kernel, or several, in the best of some orders of tiles."""
     s: Any = spec
     p, memory = problem.as_run_by(s), memory_bytes(problem, s, orders, device)
     if s.simt_width:

@@ -19,11 +19,12 @@ from ..gemm.grid import ceil_div
 from ..gemm.k_split import is_worth_splitting
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
-from .candidates import considered_specs, filled_spec, outlined, worthwhile
+from .candidates import considered_specs, filled_spec, worthwhile
 from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate, rough_times
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
+from .outlines import outlined
 from .several import Several, where
 from .xla import Fit, features, fit_for
 
@@ -87,22 +88,21 @@ def _best_of_all(problem: GemmProblem, device: Device) -> tuple[Best | None, lis
 def _least_outlined(problem: GemmProblem, device: Device) -> Best | None:
     """Returns the best of `considered_specs` but unlikely ones, most of which are never made.
 
-    Outlines are cheap and cost no more than their kernels, and mostly as much. So kernels are made
-    in the order of their outlines' costs, until one costs less than the outlines that remain.
+    Kernels are made in the order of their outlines' costs, until one costs less than any outline
+    that is left. Of equals it is the first that is considered.
     """
     waiting = []
-    for number, (kind, (configs, kernels)) in enumerate(outlined(problem)):
+    for number, (kind, configs, kernels) in enumerate(outlined(problem)):
         costs = np.broadcast_to(_outlined_ns(problem, kernels, device), len(configs)).tolist()
-        waiting += [(ns, number, i, kind, configs[i]) for i, ns in enumerate(costs)]
-    least, found = math.inf, []
-    for ns, number, i, kind, config in sorted(waiting):
-        if ns * (1 - ROUNDING) > least:
+        waiting += [(ns, (number, i), kind, configs[i]) for i, ns in enumerate(costs)]
+    found: list[tuple[float, tuple[int, int], Best]] = []
+    for ns, place, kind, config in sorted(waiting):
+        if math.isinf(ns) or (found and ns * (1 - ROUNDING) > min(found)[0]):
             break
         spec = filled_spec(config, kind)
-        if spec and worthwhile(spec) and not _is_unlikely(problem, spec) and _legal(problem, device, [spec])[0]:
+        if spec and worthwhile(spec) and _legal(problem, device, [spec])[0]:
             best = Best(spec, rough_estimate(problem, spec, device))
-            found.append((_doubtful_ns(spec, best.cost.ns, best.cost.waves), number, i, best))
-            least = min(found)[0]
+            found.append((_doubtful_ns(spec, best.cost.ns, best.cost.waves), place, best))
     return min(found)[-1] if found else None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Several:
-    """Objects as one: an attribute in which they differ is an array of theirs, else their common one.
+    """Objects as one: an attribute is theirs where they agree, else the array of theirs.
 
     `common` are attributes that stand for those of the objects.
     """
@@ -27,12 +27,16 @@ class Several:
         found = values = [getattr(thing, name) for thing in self._objects]
         if values.count(first := values[0]) == len(values):
             found = first
-        elif hasattr(first, "__dict__"):
+        elif hasattr(first, "__dict__"):  # an object or a method
             found = Several(values)
         else:
             found = np.array(values)
         vars(self)[name] = found
         return found
+
+    def __call__(self, *args: Any) -> Several:
+        """Calls each, where the objects are methods."""
+        return Several([method(*args) for method in self._objects])
 
 
 def each(function: Callable[..., Any], *numbers: Any) -> Any:

@@ -14,8 +14,8 @@ from jax import numpy as jnp
 from jax.api_util import debug_info
 from jax.core import AbstractValue
 from jax.extend import core
-from jax.extend.linear_util import wrap_init
 from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun
+from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
