@@ -18,8 +18,8 @@ from jax_hopper_gemm.fusion import jaxprs, memo
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.interop import fuse_jaxpr, rewrite_jaxpr, wide
 from jax_hopper_gemm.lowering import route
-from jax_hopper_gemm.primitives import accelerated
 from jax_hopper_gemm.ops import settled
+from jax_hopper_gemm.primitives import accelerated
 
 A = jnp.asarray(np.linspace(-1, 1, 64 * 32).reshape(64, 32), jnp.bfloat16)
 B = jnp.asarray(np.linspace(-2, 1, 32 * 16).reshape(32, 16), jnp.bfloat16)

@@ -68,7 +68,7 @@ def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
 
 @lru_cache(maxsize=256)
 def _stored(problem_type: ProblemType, wide: bool) -> tuple[tuple[Config, ...], Several]:
-    """Returns the same of bare epilogues; boxes alone depend on the axes along which operands lie."""
+    """Returns the same of bare epilogues; along which axes operands lie, only boxes depend on."""
     configs, specs, kernels = _alike(along_k(problem_type), wide)
     majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
     stored = Several([spec.varied(**majors) for spec in specs])

@@ -1,7 +1,8 @@
 """The grid of a launch: clusters' tiles, clusters, the arrays that a kernel reads and writes.
 
 A cluster works on one of its tiles at a time: `cluster_m` x `cluster_n` tiles of D, or those of a
-pair (`GemmSpec.raster_m`).
+pair (`GemmSpec.raster_m`). What the cost model asks for is arithmetic without branches on a kernel,
+so that it takes several at once (`dispatch.several`).
 """
 
 from __future__ import annotations
