@@ -25,7 +25,7 @@ from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
 from .outlines import outlined
-from .several import Several, where
+from .several import Several, each, where
 from .xla import Fit, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
@@ -110,9 +110,9 @@ def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
     """Returns costs of outlines, infinite where their kernels would not be considered."""
     ns, *_, waves = rough_times(problem, kernels, device)
     ns = _doubtful_ns(kernels, ns, waves.number)
-    useless = kernels.split_k & (1 - is_worth_splitting(waves.tiles, waves.resident))
-    unlikely = _is_unlikely(problem, kernels)
-    return where(worthwhile(kernels), where(useless | unlikely, math.inf, ns), math.inf)
+    gains = each(is_worth_splitting, waves.tiles, waves.resident)
+    left_out = where(gains, False, kernels.split_k) | _is_unlikely(problem, kernels)
+    return where(worthwhile(kernels), where(left_out, math.inf, ns), math.inf)
 
 
 def _doubtful_ns(spec: GemmSpec | Several, ns: Any, waves: Any) -> Any:
