@@ -17,7 +17,7 @@ from jax_hopper_gemm.dispatch.cost import rough_estimate, rough_times
 from jax_hopper_gemm.dispatch.model import ROUNDING, best_kernel
 from jax_hopper_gemm.dispatch.outlines import outlined
 from jax_hopper_gemm.dispatch.several import Several, each, least, most, where
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 SETS = {
@@ -66,6 +66,14 @@ def test_kernels_cost_the_same_one_by_one_and_at_once():
         costs = np.broadcast_to(rough_times(problem, Several(specs), H200).ns, len(specs))
         alone = [rough_estimate(problem, spec, H200).ns for spec in specs]
         np.testing.assert_allclose(costs, alone, rtol=1e-12)
+
+
+def test_products_of_which_arrays_cannot_count_the_tiles_are_chosen_for():
+    extent, shared = 2**31 - 64, MatrixLayout("k", 2**31 - 64)
+    problem = GemmProblem.dense(extent, extent, extent, extent)
+    problem = replace(problem, a=shared, b=shared, d=MatrixLayout("n", extent, 8))
+    best, reasons = best_kernel(problem, H200)
+    assert (best, reasons) == best_kernel(problem, H200, considered_specs(problem))
 
 
 def test_several_objects_have_arrays_of_what_differs():

@@ -35,6 +35,7 @@ THIN = 16
 # least cost was within 2 % of the fastest of `benchmarks/split_k.py`, on each of 17 products.
 SPLIT_K_DOUBT = 1.07
 ROUNDING = 1e-9  # of costs in arrays, which are only compared with others
+COUNTED = 2**52  # multiplications, of more of which arrays would not hold all that is counted
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's time over ours, the least that is likely, from which a kernel runs. Of products that the fit
@@ -80,7 +81,8 @@ def best_kernel(
 
 @lru_cache(maxsize=4096)
 def _best_of_all(problem: GemmProblem, device: Device) -> tuple[Best | None, list[str]]:
-    if best := _least_outlined(problem, device):
+    p = problem
+    if p.l * p.m * p.n * p.k < COUNTED and (best := _least_outlined(problem, device)):
         return best, []
     return best_kernel(problem, device, considered_specs(problem))
 
