@@ -1,6 +1,6 @@
 """The kernel that the cost model expects to be fastest, and the rules by which XLA is faster.
 
-    outlines -> cost -> candidates in its order -> legal -> cost
+outlines -> cost -> candidates in its order -> legal -> cost
 """
 
 from __future__ import annotations
