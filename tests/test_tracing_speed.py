@@ -19,6 +19,7 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.interop import fuse_jaxpr, rewrite_jaxpr, wide
 from jax_hopper_gemm.lowering import route
 from jax_hopper_gemm.ops import settled
+from jax_hopper_gemm.primitives import accelerated
 
 A = jnp.asarray(np.linspace(-1, 1, 64 * 32).reshape(64, 32), jnp.bfloat16)
 B = jnp.asarray(np.linspace(-2, 1, 32 * 16).reshape(32, 16), jnp.bfloat16)
@@ -142,6 +143,24 @@ def test_accelerate_pauses_the_garbage_collector_while_jax_traces(monkeypatch, e
     assert found == [False, False, enabled, enabled]
 
 
+def test_the_garbage_collector_pauses_while_a_rewritten_program_is_lowered(monkeypatch):
+    found, lower = [], accelerated.lower_jaxpr
+
+    def lowering(*args):
+        found.append(gc.isenabled())
+        return lower(*args)
+
+    monkeypatch.setattr(accelerated, "lower_jaxpr", lowering)
+    traced, before = jax.jit(accelerate(jnp.matmul)).trace(A, B), gc.isenabled()
+    gc.enable()
+    try:
+        traced.lower()
+        assert gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert found == [False]
+
+
 def test_a_function_that_is_needed_whole_stays_the_same_object():
     closed = jaxprs.traced(lambda x, y: [x * y, jnp.tanh(x)], A, A)
     assert jaxprs.pruned(closed, [True, True])[0] is closed
@@ -166,9 +185,9 @@ def test_a_region_that_two_rounds_find_is_weighed_once(monkeypatch):
 
 def test_a_kernel_is_chosen_once_for_a_problem(monkeypatch):
     weighed = []
-    consider = model.considered_specs
+    outlined = model.outlined
     monkeypatch.setattr(
-        model, "considered_specs", lambda problem: weighed.append(problem) or consider(problem)
+        model, "outlined", lambda problem: weighed.append(problem) or outlined(problem)
     )
     problem = GemmProblem.dense(1032, 776, 520)
     for kernel_only in (False, True):

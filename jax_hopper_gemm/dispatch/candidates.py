@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
@@ -41,6 +42,7 @@ from .configs import (
 )
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
+from .several import Several, least
 from .table import tables_of
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
@@ -63,18 +65,13 @@ B_MAJORS: tuple[Major, ...] = ("n", "k")
 @lru_cache(maxsize=1024)
 def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels of a type that the cost model may choose."""
-    considered, epilogue = _configs(problem_type), problem_type.epilogue
-    if epilogue and epilogue.needs_whole_rows:
-        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
-    return _legal(considered, problem_type)
+    return _legal(model_configs(problem_type), problem_type)
 
 
 @lru_cache(maxsize=1024)
 def wide_store_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns kernels of a type that store wider lines, for D with `splits_sectors`."""
-    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
-    plain = problem_type.grouped is None and problem_type.a_dtype in HALVES
-    return _legal(WIDE_STORE_CONFIGS, problem_type) if narrow and plain else ()
+    return _legal(wide_store_configs(problem_type), problem_type)
 
 
 @lru_cache(maxsize=4096)
@@ -106,6 +103,21 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     return tuple(specs)
 
 
+def model_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns the configurations of `model_specs`, legal or not."""
+    considered, epilogue = _configs(problem_type), problem_type.epilogue
+    if epilogue and epilogue.needs_whole_rows:
+        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
+    return considered
+
+
+def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns the configurations of `wide_store_specs`, legal or not."""
+    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
+    plain = problem_type.grouped is None and problem_type.a_dtype in HALVES
+    return WIDE_STORE_CONFIGS if narrow and plain else ()
+
+
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if problem_type.simt_width:
         return SIMT_CONFIGS
@@ -130,13 +142,18 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
 
     Shared memory is filled alike whichever axis operands lie along, and so it is filled once.
     """
-    alike = replace(problem_type, a_major="k", b_major="k")
+    alike = along_k(problem_type)
     if problem_type.grouped == "k" or not has_kernels(alike):
         alike = problem_type
     specs = _filled_specs(tuple(considered), alike)
     a_major, b_major = problem_type.a_major, problem_type.b_major
     stored = (spec.varied(a_major=a_major, b_major=b_major) for spec in specs)
     return tuple(filter(worthwhile, stored))
+
+
+def along_k(problem_type: ProblemType) -> ProblemType:
+    """Returns the type with both operands along K."""
+    return replace(problem_type, a_major="k", b_major="k")
 
 
 @lru_cache(maxsize=64)  # of the tuner's configurations it holds thousands
@@ -156,32 +173,36 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     """
     if not has_kernels(problem_type):
         return None
-    tile_k = config.k_bytes // DTYPES[problem_type.a_dtype].itemsize
     if problem_type.simt_width:
-        spec = GemmSpec(
-            **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
-            cluster_m=config.cluster_m, cluster_n=config.cluster_n, num_stages=simt.NUM_STAGES,
-            tile_scheduler=config.tile_scheduler, split_k=config.split_k,
-        )  # fmt: skip
+        alike = replace(config, warp_schedule="cooperative", short_boxes=False, evict_first=None)
+        spec = with_rings(alike, problem_type, num_stages=simt.NUM_STAGES)
         return None if configuration_violations(spec) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
     narrow = None
     for epi_tile_n in _widths(config, loads):
-        least = GemmSpec(
-            **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
-            cluster_m=config.cluster_m, cluster_n=config.cluster_n,
-            warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
-            short_boxes=config.short_boxes, evict_first=config.evict_first,
-            num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
-            epi_load_stages=2 if loads else 0, split_k=config.split_k,
+        fewest = with_rings(
+            config, problem_type, num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
+            epi_load_stages=2 if loads else 0,
         )  # fmt: skip
-        if configuration_violations(least):
+        if configuration_violations(fewest):
             continue
-        spec = _filled(least)
+        spec = _filled(fewest)
         if spec.num_stages > MIN_STAGES or spec.epi_tile_n >= WIDE_EPI_TILE:
             return spec
         narrow = narrow or spec
     return narrow
+
+
+def with_rings(config: Config, problem_type: ProblemType, **rings: Any) -> GemmSpec:
+    """Returns the kernel of a configuration, legal or not, with these rings and epilogue tile."""
+    return GemmSpec(
+        **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n,
+        tile_k=config.k_bytes // DTYPES[problem_type.a_dtype].itemsize,
+        cluster_m=config.cluster_m, cluster_n=config.cluster_n,
+        warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
+        short_boxes=config.short_boxes, evict_first=config.evict_first, split_k=config.split_k,
+        **rings,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -203,8 +224,8 @@ def _widths(config: Config, loads: bool) -> tuple[int, ...]:
     return (64, 32, 16) if loads and config.warp_schedule == "cooperative" else (32, 16)
 
 
-def _filled(least: GemmSpec) -> GemmSpec:
-    s, warpgroups = least, least.math_warpgroups
+def _filled(fewest: GemmSpec) -> GemmSpec:
+    s, warpgroups = fewest, fewest.math_warpgroups
     free = SMEM_LIMIT - s.smem_bytes
     stages = min(MAX_STAGES, s.num_stages + free // s.stage_bytes)
     free -= (stages - s.num_stages) * s.stage_bytes
@@ -221,15 +242,14 @@ def _filled(least: GemmSpec) -> GemmSpec:
     return s.varied(num_stages=stages, epi_load_stages=load_stages, epi_stages=epi_stages)
 
 
-def worthwhile(spec: GemmSpec) -> bool:
+def worthwhile(spec: GemmSpec | Several) -> Any:
     """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
-    a_bytes = (spec.tile_k if spec.a_major == "k" else spec.tile_m) * spec.a_itemsize
-    line = spec.tile_k if spec.b_major == "k" else spec.d_tile_n
-    b_bytes = DTYPES[spec.b_dtype].nbytes(line)
-    return all(
-        box.swizzle >= min(MIN_SWIZZLE, nbytes)
-        for box, nbytes in ((spec.a_box, a_bytes), (spec.b_box, b_bytes))
-    )
+    s: Any = spec
+    a_bytes = (s.tile_k if s.a_major == "k" else s.tile_m) * s.a_itemsize
+    line = s.tile_k if s.b_major == "k" else s.d_tile_n
+    b_bytes = DTYPES[s.b_dtype].nbytes(line)
+    wide_a = s.a_box.swizzle >= least(MIN_SWIZZLE, a_bytes)
+    return wide_a & (s.b_box.swizzle >= least(MIN_SWIZZLE, b_bytes))
 
 
 def refilled_spec(plain: GemmSpec, problem_type: ProblemType) -> GemmSpec | None:

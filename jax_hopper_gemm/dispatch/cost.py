@@ -16,14 +16,14 @@ was 0.2 % slower than the fastest on average and 4 % at most. None of them had a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..gemm import grid, simt
 from ..gemm.bf16_parts import num_parts
 from ..gemm.dtypes import DTYPES
-from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
@@ -31,6 +31,7 @@ from .configs import RASTER_ORDERS
 from .device import CYCLES_PER_NS, FMA_UNITS, MEMORY_BYTES_PER_NS, SM_BYTES_PER_CYCLE, Device
 from .epilogue_cycles import EPILOGUE_CYCLES, computing_cycles, epilogue_cycles, loose_cycles
 from .expected_tiles import (
+    NOT_SHARED,
     Waves,
     expected_k_tiles,
     expected_tiles,
@@ -39,6 +40,7 @@ from .expected_tiles import (
 )
 from .mainloop_cycles import k_tile_cycles, load_cycles, math_cycles
 from .memory_traffic import memory_bytes
+from .several import Several, least, most, where
 
 ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
@@ -72,49 +74,68 @@ def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
-    memory = memory_bytes(problem, spec, (raster_order,), device)
-    return _estimate(problem.as_run_by(spec), spec, memory, device)
+    return _estimate(problem, spec, (raster_order,), device)
 
 
 def rough_estimate(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
     """Returns the same in the better one of `ROUGH`."""
-    memory = memory_bytes(problem, spec, ROUGH, device)
-    return _estimate(problem.as_run_by(spec), spec, memory, device)
+    return _estimate(problem, spec, ROUGH, device)
 
 
-def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Device) -> Estimate:
-    """Returns the expected cost where device memory moves so many bytes for A, B and D."""
-    p, s = problem, spec
+def rough_times(problem: GemmProblem, kernels: Several, device: Device) -> Times:
+    """Returns the same of kernels of one type, in arrays."""
+    return _times(problem, kernels, ROUGH, device)
+
+
+def _estimate(
+    problem: GemmProblem, spec: GemmSpec, orders: Iterable[RasterOrder], device: Device
+) -> Estimate:
+    t = _times(problem, spec, orders, device)
+    tiles = expected_tiles(problem.as_run_by(spec), spec)
+    bound = "L2" if t.by_loads else "FMA units" if spec.simt_width else "tensor cores"
+    bound = "device memory" if t.memory_ns > t.sm_ns else bound
+    occupied, slots = t.waves.tiles, t.waves.number * t.waves.resident
+    if spec.split_k:
+        occupied, slots = t.waves.active_sms, t.waves.resident * spec.cluster_size
+    return Estimate(t.ns, bound, tiles, t.waves.number, occupied / slots, spec.split_k)
+
+
+class Times(NamedTuple):
+    """What an estimate is made of: numbers, or arrays of them."""
+
+    ns: Any
+    sm_ns: Any
+    memory_ns: Any
+    by_loads: Any  # whether loads take an SM longer than math
+    waves: Waves
+
+
+def _times(
+    problem: GemmProblem, spec: GemmSpec | Several, orders: Iterable[RasterOrder], device: Device
+) -> Times:
+    """Returns the expected times of a kernel, or several, in the best of some orders of tiles."""
+    s: Any = spec
+    p, memory = problem.as_run_by(s), memory_bytes(problem, s, orders, device)
     if s.simt_width:
-        return _simt_estimate(p, s, memory, device)
+        return _simt_times(p, s, memory, device)
     waves = expected_waves(p, s, device)
-
     math, load = math_cycles(s), load_cycles(p, s, waves.active_sms)
     partial, live = partial_tiles(p, s)
     k_tile = (1 - partial) * k_tile_cycles(math, load)
     k_tile += partial * k_tile_cycles(live * math, load)
-    occupancy = waves.tiles / (waves.number * waves.resident)
-    if waves.tape:
-        sm_ns = _split_cycles(p, s, waves, waves.tape, k_tile) / CYCLES_PER_NS
-        sm_ns *= SHARED_WAVE if waves.number > 1 else 1.0
-        memory += waves.tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
-        occupancy = waves.active_sms / (waves.resident * s.cluster_size)
-    else:
-        sm_ns = _sm_cycles(s, waves.number, expected_k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
+    shared, k_tiles = waves.shared, expected_k_tiles(p, s)
+    mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
+    cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop)
+    sm_ns = (cycles + _exchange_cycles(s, shared.added)) / CYCLES_PER_NS
+    sm_ns *= where(s.split_k & (waves.number > 1), SHARED_WAVE, 1.0)
     sm_ns += waves.number * loose_cycles(s) / CYCLES_PER_NS
+
+    memory += shared.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
     memory_ns = memory / MEMORY_BYTES_PER_NS
-    if s.evict_first == ("b" if p.n > p.m else "a"):
-        memory_ns *= EVICTED
-    bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
-    return Estimate(
-        ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns) + cutting_ns(p),
-        bound=bound,
-        tiles=expected_tiles(p, s),
-        waves=waves.number,
-        occupancy=occupancy,
-        splits_k=s.split_k,
-    )
+    memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
+    ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
+    return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
 
 def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
@@ -127,55 +148,34 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     took 3,900 cycles more of each 128x256 tile, 4,096 of special function units.
     """
     epilogue = epilogue_cycles(spec)
-    if spec.warp_schedule == "pingpong":
-        return waves * max(mainloop, (mainloop + epilogue) / 2) + epilogue
-    if not spec.persistent:
-        return waves * (mainloop + epilogue)
-    hidden = 1 - EXPOSED if spec.math_warpgroups > 1 else 0.0
-    fetch = DYNAMIC_CYCLES if spec.dynamic else 0.0
-    shared = (spec.math_warpgroups - 1) * computing_cycles(spec)
+    in_turns = waves * most(mainloop, (mainloop + epilogue) / 2) + epilogue
+    hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - EXPOSED, 0.0)
+    fetch = where(spec.dynamic, DYNAMIC_CYCLES, 0.0)
+    shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
     stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
-    return stored + waves * shared
+    return where(spec.warp_schedule == "pingpong", in_turns, stored + waves * shared)
 
 
-def _split_cycles(
-    problem: GemmProblem, spec: GemmSpec, waves: Waves, tape: KSplit, k_tile: float
-) -> float:
-    """Returns the busiest CTA's cycles where clusters share tiles.
-
-    It multiplies a range and whole tiles, stores its share of the tiles, leaves one partial sum and
-    adds those of the others that work on its tile.
-    """
-    tiles, k_tiles = waves.tiles, grid.num_k_tiles(problem, spec)
-    whole = tape.items - tape.ranges
-    clusters = waves.active_sms // spec.cluster_size
-    length = whole // clusters * k_tiles
-    exchange = 0.0
-    if tape.ranges:
-        split = tiles - whole
-        length += grid.ceil_div(split * k_tiles, tape.ranges)
-        nbytes = _partial_bytes(spec)
-        taken = nbytes / SM_BYTES_PER_CYCLE
-        arrival = PARTIAL_CYCLES * min(1.0, nbytes / (4 * PARTIAL_ELEMENTS))
-        added = grid.ceil_div(tape.ranges, split) - (tape.ranges % split == 0)
-        left = HANDOVER_CYCLES + taken if added else 0.0
-        exchange = left + added * (arrival + taken)
-    stored = grid.ceil_div(tiles, clusters)
-    return _sm_cycles(spec, stored, length * k_tile / stored) + exchange
+def _exchange_cycles(spec: GemmSpec, added: int) -> float:
+    """Returns the cycles in which a CTA leaves a partial sum and adds some."""
+    nbytes = _partial_bytes(spec)
+    taken = nbytes / SM_BYTES_PER_CYCLE
+    arrival = PARTIAL_CYCLES * least(1.0, nbytes / (4 * PARTIAL_ELEMENTS))
+    return where(added > 0, HANDOVER_CYCLES + taken, 0.0) + added * (arrival + taken)
 
 
 def _partial_bytes(spec: GemmSpec) -> int:
     return 4 * spec.d_tile_m * spec.tile_n
 
 
-def _simt_estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Device) -> Estimate:
-    """Returns the expected cost of a kernel for FMA units, which has not been fitted.
+def _simt_times(problem: GemmProblem, spec: GemmSpec, memory: float, device: Device) -> Times:
+    """Returns the expected times of a kernel for FMA units, which have not been fitted.
 
     An SM has 128 of them, which its CTAs share. Small tiles read more vectors of shared memory from
     more lines of L2 for each product; that is worth nothing where SMs would be idle otherwise.
     """
     p, s = problem, spec
-    tiles, resident = expected_tiles(p, s), max(1, simt.RESIDENT_THREADS // s.threads)
+    tiles, resident = expected_tiles(p, s), most(1, simt.RESIDENT_THREADS // s.threads)
     slots = resident * device.num_sms
     waves = grid.ceil_div(tiles, slots)
     busiest = grid.ceil_div(tiles, device.num_sms)  # tiles of an SM
@@ -183,13 +183,8 @@ def _simt_estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: 
     loss = 1 + SIMT_LOSS * (128 / s.tile_m + 128 / s.tile_n)
     sm_ns = (busiest * products / FMA_UNITS * loss + EPILOGUE_CYCLES) / CYCLES_PER_NS
     memory_ns = memory / MEMORY_BYTES_PER_NS
-    return Estimate(
-        ns=LAUNCH_NS + max(sm_ns, memory_ns),
-        bound="device memory" if memory_ns > sm_ns else "FMA units",
-        tiles=tiles,
-        waves=waves,
-        occupancy=tiles / (waves * slots),
-    )
+    taken = Waves(tiles, slots, waves, device.num_sms, NOT_SHARED)
+    return Times(LAUNCH_NS + most(sm_ns, memory_ns), sm_ns, memory_ns, False, taken)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.spec import GemmSpec
 from .device import ISSUE_CYCLES
+from .several import most, where
 
 EPILOGUE_CYCLES = 2700.0  # fitted: fill of the ring, drain of the tensor cores, last store
 SUBTILE_BYTES_PER_CYCLE = 47.0  # fitted: one warpgroup converts and stages
@@ -37,15 +38,16 @@ REDUCTION_INSTRUCTIONS = {
 def epilogue_cycles(spec: GemmSpec) -> float:
     columns = spec.d_tile_n / spec.warpgroups_n
     subtiles = spec.rows_per_warpgroup / 64 * (columns / spec.epi_tile_n)
-    wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
+    wait = where(spec.epi_stages == 2, SUBTILE_WAIT, 0.0) if spec.graph.matrices else 0.0
     cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait
     cycles += computing_cycles(spec) / subtiles
     late = 0.0
-    if spec.epi_load_stages and any(operand.kind == "matrix" for operand in spec.graph.operands):
+    if any(operand.kind == "matrix" for operand in spec.graph.operands):
         # The first tiles arrive during the multiplication; each other one is asked for when the
         # one before it in its stage has been read.
-        late = max(0.0, subtiles - spec.epi_load_stages)
-        late *= max(0.0, LOAD_CYCLES / spec.epi_load_stages - cycles)
+        stages = most(spec.epi_load_stages, 1)
+        waits = most(0.0, subtiles - stages) * most(0.0, LOAD_CYCLES / stages - cycles)
+        late = where(spec.epi_load_stages > 0, waits, 0.0)
     return EPILOGUE_CYCLES + subtiles * cycles + late
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..gemm import grid
-from ..gemm.k_split import KSplit
+from ..gemm.k_split import split_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .device import Device
+from .several import each, where
 
 
 def equal_groups(problem: GemmProblem) -> GemmProblem:
@@ -68,14 +69,17 @@ def _pieces(problem: GemmProblem, rows: int, columns: int) -> int:
     """Returns the pieces of so many rows and columns that D is cut into."""
     p = equal_groups(problem)
     mean = mean_rows(problem)
-    along_m = round(expected_pieces(mean, rows) * p.l) if mean else grid.ceil_div(p.m, rows) * p.l
+    if mean:
+        along_m = each(lambda piece: round(expected_pieces(mean, piece) * p.l), rows)
+    else:
+        along_m = grid.ceil_div(p.m, rows) * p.l
     return along_m * grid.ceil_div(p.n, columns)
 
 
 def expected_k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the k-tiles of a tile; those to expect where K is grouped."""
     if problem.groups and problem.groups.axis == "k":
-        return expected_pieces(problem.k / equal_groups(problem).l, spec.tile_k)
+        return each(expected_pieces, problem.k / equal_groups(problem).l, spec.tile_k)
     return grid.num_k_tiles(problem, spec)
 
 
@@ -87,7 +91,7 @@ def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
     mean = mean_rows(problem)
     if mean is None:
         return 0.0, 1.0
-    tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
+    tiles, blocks = each(expected_pieces, mean, spec.tile_m), expected_pieces(mean, 64)
     blocks_of_tile = spec.tile_m // 64
     if spec.converts_b:  # warpgroups share columns, and multiply all rows of a tile
         return 1 / tiles, 1.0
@@ -97,19 +101,43 @@ def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
 class Waves(NamedTuple):
     """The tiles that clusters compute together, and how these take turns."""
 
-    tiles: int
-    resident: int  # clusters, at most
-    number: int  # tiles that one cluster computes at most
-    active_sms: int  # that load at the same time
-    tape: KSplit | None = None  # where clusters share k-tiles
+    tiles: Any
+    resident: Any  # clusters, at most
+    number: Any  # tiles that one cluster computes at most
+    active_sms: Any  # that load at the same time
+    shared: Shared
+
+
+class Shared(NamedTuple):
+    """How clusters share k-tiles of some tiles (`k_split`), and what the busiest one does."""
+
+    clusters: Any  # that have work
+    ranges: Any  # of k-tiles
+    stored: Any  # tiles
+    multiplied: Any  # k-tiles
+    added: Any  # partial sums of others that work on its tile
 
 
 def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
     """Returns the waves of a launch; those to expect where its rows are grouped."""
     tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
-    number, tape = grid.ceil_div(tiles, resident), None
-    active = grid.ceil_div(tiles, number)
-    if spec.split_k:
-        tape = grid.k_split(problem, spec, device.num_sms)
-        active = min(tape.items, resident)
-    return Waves(tiles, resident, number, active * spec.cluster_size, tape)
+    number, k_tiles = grid.ceil_div(tiles, resident), grid.num_k_tiles(problem, spec)
+    shared = Shared(*each(_shared, spec.split_k, tiles, k_tiles, problem.k, resident))
+    clusters = where(spec.split_k, shared.clusters, grid.ceil_div(tiles, number))
+    return Waves(tiles, resident, number, clusters * spec.cluster_size, shared)
+
+
+def _shared(splits: bool, tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
+    if not splits:
+        return NOT_SHARED
+    split_tiles, ranges = split_of(tiles, k_tiles, k, resident)
+    whole, added = tiles - split_tiles, 0
+    clusters = min(whole + ranges, resident)
+    multiplied = whole // clusters * k_tiles
+    if ranges:
+        multiplied += grid.ceil_div(split_tiles * k_tiles, ranges)
+        added = grid.ceil_div(ranges, split_tiles) - (ranges % split_tiles == 0)
+    return Shared(clusters, ranges, grid.ceil_div(tiles, clusters), multiplied, added)
+
+
+NOT_SHARED = Shared(clusters=1, ranges=0, stored=1, multiplied=0, added=0)

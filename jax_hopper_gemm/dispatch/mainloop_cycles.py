@@ -13,6 +13,7 @@ from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import PART_BUFFERS, GemmSpec, TmaBox
 from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_CYCLE
 from .expected_tiles import equal_groups
+from .several import each, least, most, where
 
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 
@@ -45,7 +46,7 @@ SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside t
 
 
 def k_tile_cycles(math: float, load: float) -> float:
-    return max(math, load) + LEAK * min(math, load)
+    return most(math, load) + LEAK * least(math, load)
 
 
 def math_cycles(spec: GemmSpec) -> float:
@@ -63,13 +64,13 @@ def math_cycles(spec: GemmSpec) -> float:
     if spec.cuts_operands:
         return _parts_cycles(spec)
     instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
-    cycles = max(columns / 2, read) * instructions
+    cycles = most(columns / 2, read) * instructions
     return cycles + _promotion_cycles(spec) if spec.promoted else cycles
 
 
 def _promotion_cycles(spec: GemmSpec) -> float:
     """Returns the cycles that it takes to promote the sums of a k-tile, beside its products."""
-    s, cycles = spec, PROMOTION_CYCLES[spec.math_warpgroups]
+    s, cycles = spec, each(PROMOTION_CYCLES.__getitem__, spec.math_warpgroups)
     if s.b_block == 1:
         elements, pieces = s.tile_m * s.tile_n, s.tile_m // 64 * (s.tile_n // s.sum_columns)
         return cycles + elements / (64 * 128) * COLUMN_SCALES_CYCLES + pieces * PIECE_CYCLES
@@ -85,7 +86,7 @@ def _parts_cycles(spec: GemmSpec) -> float:
     instructions = spec.bf16_terms * (spec.tile_m / 64) * (spec.tile_k / spec.mma_k)
     parts = spec.parts_bytes / PART_BUFFERS
     moved = 2 * spec.stage_bytes + parts + instructions * spec.tile_n * MMA_BYTES
-    return PARTS_LOSS * max(instructions * spec.tile_n / 2, moved / 128)
+    return PARTS_LOSS * most(instructions * spec.tile_n / 2, moved / 128)
 
 
 def _converting_cycles(spec: GemmSpec) -> float:
@@ -95,14 +96,16 @@ def _converting_cycles(spec: GemmSpec) -> float:
     """
     s = spec
     instructions = s.tile_n / 64 * s.tile_k / s.mma_k
-    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128, LEAST_MMA_CYCLES)
+    read = s.tile_m * MMA_BYTES / 128
+    multiplied = instructions * most(most(s.tile_m / 2, read), LEAST_MMA_CYCLES)
     of_element = CONVERSION_INSTRUCTIONS
     if DTYPES[s.b_dtype].bits == 4:
         blocks = s.columns_per_warpgroup // s.graph.accumulators // 64
-        of_element = INT4_INSTRUCTIONS[1 if blocks % 2 or s.b_major == "k" else 2]
+        alone = (blocks % 2 > 0) | (s.b_major == "k")
+        of_element = where(alone, INT4_INSTRUCTIONS[1], INT4_INSTRUCTIONS[2])
     converted = s.tile_n * s.tile_k * of_element * ISSUE_CYCLES / 128
-    leak = FEW_ROWS_LEAK if s.tile_m <= 64 else CONVERSION_LEAK
-    cycles = max(multiplied, converted) + leak * min(multiplied, converted) + BEGIN_CYCLES
+    leak = where(s.tile_m <= 64, FEW_ROWS_LEAK, CONVERSION_LEAK)
+    cycles = most(multiplied, converted) + leak * least(multiplied, converted) + BEGIN_CYCLES
     if s.k_group:
         scaled = s.tile_m * s.tile_n * ISSUE_CYCLES / 128 + SCALING_CYCLES
         cycles += s.tile_k / s.k_group * scaled
@@ -129,10 +132,10 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
-    late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
-    late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
-    arriving = max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
-    return max(arriving, _gather_cycles(s), RING_CYCLES / s.num_stages)
+    late_a = where(s.cluster_m > 1, rows / (rows + columns), 0.0)
+    late_b = where(s.cluster_n > 1, columns / (rows + columns), 0.0)
+    arriving = most(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    return most(most(arriving, _gather_cycles(s)), RING_CYCLES / s.num_stages)
 
 
 def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> float:
@@ -142,7 +145,7 @@ def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> f
     line in (width - step) of `LINE_BYTES` cases: never where strides are multiples of the line.
     """
     width = box.contiguous * itemsize
-    step = gcd(layout.leading_stride * itemsize, width)
+    step = each(gcd, layout.leading_stride * itemsize, width)
     return elements / box.contiguous * (1 + (width - step) / LINE_BYTES)
 
 
@@ -153,7 +156,7 @@ def _line_fraction(spec: GemmSpec) -> float:
     neighbours read the other half from memory at the same time.
     """
     row = spec.b_box.contiguous * spec.b_itemsize
-    return min(1.0, row / LINE_BYTES) if spec.short_boxes else 1.0
+    return where(spec.short_boxes, least(1.0, row / LINE_BYTES), 1.0)
 
 
 def _gather_cycles(spec: GemmSpec) -> float:

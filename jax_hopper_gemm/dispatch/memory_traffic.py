@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from math import prod
 
 from ..gemm import grid
@@ -13,6 +14,7 @@ from ..gemm.spec import GemmSpec
 from .configs import RASTER_ORDERS
 from .device import L2_BYTES, Device
 from .expected_tiles import equal_groups
+from .several import least, most, where
 
 STORED = 1.2  # measured: what a byte of D costs, in bytes that are read; 1.3 in unfavorable orders
 # Measured, for each line of a box that is stored: what two sectors cost of which it fills a part.
@@ -38,15 +40,17 @@ def memory_bytes(
     slow = _slow_bytes(p, s)
     if a_bytes + b_bytes <= FITTING * L2_BYTES:
         return p.bytes + slow
-    waves = grid.num_waves(prod(grid.cluster_grid(p, s)), s, device.num_sms)
-    inputs = min(
+    clusters = grid.cluster_grid(p, s)
+    waves = grid.num_waves(prod(clusters), s, device.num_sms)
+    inputs = (
         sum(
-            whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * row)
+            whole if whole <= 0.4 * L2_BYTES else most(whole, waves * lines * row)
             for whole, lines, row in ((a_bytes, rows, row_a), (b_bytes, columns, row_b))
         )
-        for rows, columns in (_in_flight(p, s, order, device) for order in orders)
+        for rows, columns in (_in_flight(s, clusters, waves, order) for order in orders)
     )
-    return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes)) + slow
+    moved = p.l * (reduce(least, inputs) + p.m * p.n * p.element_bytes)
+    return most(float(p.bytes), moved) + slow
 
 
 def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
@@ -78,9 +82,11 @@ def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> R
     else:
         along_m = s.tile_m >= s.tile_n
     preferred = "m" if along_m else "n"
+    clusters = grid.cluster_grid(equal_groups(problem.as_stored(s.d_major)), s)
+    waves = grid.num_waves(prod(clusters), s, device.num_sms)
     return min(
         RASTER_ORDERS,
-        key=lambda t: (round(sum(_in_flight(problem, s, t, device))), t.along != preferred),
+        key=lambda t: (round(sum(_in_flight(s, clusters, waves, t))), t.along != preferred),
     )
 
 
@@ -97,22 +103,21 @@ def _is_stored_longest(problem: GemmProblem) -> bool:
 
 
 def _in_flight(
-    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
+    spec: GemmSpec, clusters: tuple[int, int], waves: int, raster_order: RasterOrder
 ) -> tuple[float, float]:
-    """Returns the rows of A and columns of B that the tiles of one wave read.
+    """Returns the rows of A and columns of B that the tiles of one of so many waves read.
 
     These tiles form a rectangle: as wide as the walk's band, or several bands where a band is
     shorter than the wave.
     """
-    p, s = equal_groups(problem.as_stored(spec.d_major)), spec
-    along, across = grid.cluster_grid(p, s)
+    s, (along, across) = spec, clusters
     if raster_order.along == "n":
         along, across = across, along
-    clusters = along * across
-    wave = clusters / grid.num_waves(clusters, s, device.num_sms)
-    wide = min(raster_order.swizzle, across)
+    wave = along * across / waves
+    wide = least(raster_order.swizzle, across)
     long = wave / wide
-    if long > along:
-        wide, long = min(across, wave / along), along
+    turns = long > along
+    wide = where(turns, least(across, wave / along), wide)
+    long = where(turns, along, long)
     m, n = (long, wide) if raster_order.along == "m" else (wide, long)
     return m * s.tile_m * s.raster_m, n * s.d_tile_n * s.raster_n

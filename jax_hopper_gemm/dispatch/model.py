@@ -1,6 +1,6 @@
 """The kernel that the cost model expects to be fastest, and the rules by which XLA is faster.
 
-candidates -> legal -> cost
+outlines -> cost -> candidates in its order -> legal -> cost
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.grid import ceil_div
+from ..gemm.k_split import is_worth_splitting
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
-from .candidates import considered_specs
-from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate
+from .candidates import considered_specs, filled_spec, worthwhile
+from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate, rough_times
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
+from .outlines import outlined
+from .several import Several, each, where
 from .xla import LINE, Fit, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
@@ -29,6 +34,8 @@ THIN = 16
 # Of expected costs of kernels that share all tiles: these err by 5 % (rms). With it the kernel of
 # least cost was within 2 % of the fastest of `benchmarks/split_k.py`, on each of 17 products.
 SPLIT_K_DOUBT = 1.07
+ROUNDING = 1e-9  # of costs in arrays, which are only compared with others
+COUNTED = 2**52  # multiplications, of more of which arrays would not hold all that is counted
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's expected time over ours from which a kernel runs: so high that of products that the fit had
@@ -69,19 +76,51 @@ def best_kernel(
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
-    low = [s for s in legal if not (_is_too_tall(problem, s) or _is_a_stream(problem, s))]
-    costs = (Best(spec, rough_estimate(problem, spec, device)) for spec in low or legal)
-    return min(costs, key=_doubtful_ns), reasons
+    fitting = [spec for spec in legal if not _is_unlikely(problem, spec)]
+    costs = (Best(spec, rough_estimate(problem, spec, device)) for spec in fitting or legal)
+    return min(costs, key=lambda x: _doubtful_ns(x.spec, x.cost.ns, x.cost.waves)), reasons
 
 
 @lru_cache(maxsize=4096)
 def _best_of_all(problem: GemmProblem, device: Device) -> tuple[Best | None, list[str]]:
+    p = problem
+    if p.l * p.m * p.n * p.k < COUNTED and (best := _least_outlined(problem, device)):
+        return best, []
     return best_kernel(problem, device, considered_specs(problem))
 
 
-def _doubtful_ns(best: Best) -> float:
-    shares_all = best.cost.splits_k and best.cost.waves == 1
-    return best.cost.ns * (SPLIT_K_DOUBT if shares_all else 1.0)
+def _least_outlined(problem: GemmProblem, device: Device) -> Best | None:
+    """Returns the best of `considered_specs` but unlikely ones, most of which are never made.
+
+    Kernels are made in the order of their outlines' costs, until one costs less than any outline
+    that is left. Of equals it is the first that is considered.
+    """
+    waiting = []
+    for number, (kind, configs, kernels) in enumerate(outlined(problem)):
+        costs = np.broadcast_to(_outlined_ns(problem, kernels, device), len(configs)).tolist()
+        waiting += [(ns, (number, i), kind, configs[i]) for i, ns in enumerate(costs)]
+    found: list[tuple[float, tuple[int, int], Best]] = []
+    for ns, place, kind, config in sorted(waiting):
+        if math.isinf(ns) or (found and ns * (1 - ROUNDING) > min(found)[0]):
+            break
+        spec = filled_spec(config, kind)
+        if spec and worthwhile(spec) and _legal(problem, device, [spec])[0]:
+            best = Best(spec, rough_estimate(problem, spec, device))
+            found.append((_doubtful_ns(spec, best.cost.ns, best.cost.waves), place, best))
+    return min(found)[-1] if found else None
+
+
+def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
+    """Returns costs of outlines, infinite where their kernels would not be considered."""
+    ns, *_, waves = rough_times(problem, kernels, device)
+    ns = _doubtful_ns(kernels, ns, waves.number)
+    gains = each(is_worth_splitting, waves.tiles, waves.resident)
+    left_out = where(gains, False, kernels.split_k) | _is_unlikely(problem, kernels)
+    return where(worthwhile(kernels), where(left_out, math.inf, ns), math.inf)
+
+
+def _doubtful_ns(spec: GemmSpec | Several, ns: Any, waves: Any) -> Any:
+    return ns * where(spec.split_k & (waves == 1), SPLIT_K_DOUBT, 1.0)
 
 
 def _legal(
@@ -100,7 +139,12 @@ def _legal(
     return legal, reasons
 
 
-def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
+def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
+    """Whether a kernel is considered only where all others are as unlikely to be fast."""
+    return _is_too_tall(problem, spec) | _is_a_stream(problem, spec)
+
+
+def _is_too_tall(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
     """Whether most rows of a tile are expected to be past the end of a group.
 
     Reading B is then what takes time, and rows that are not there leave less of it in flight.
@@ -109,10 +153,10 @@ def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
     return rows is not None and spec.tile_m > max(64, 2 * rows)
 
 
-def _is_a_stream(problem: GemmProblem, spec: GemmSpec) -> bool:
+def _is_a_stream(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
     """Whether a kernel for one row or column of tiles would run several of both."""
     p = problem.as_stored(spec.d_major)
-    return spec.short_boxes and p.m > spec.tile_m and p.n > spec.d_tile_n
+    return spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n)
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

@@ -340,7 +340,7 @@ class _Cut:
                 for d in reversed(sum_exp.columns):
                     center = lax.index_in_dim(center, 0, d, keepdims=False)
             shifted = jnp.exp(largest - center)
-            return [jnp.where(jnp.isfinite(largest), total * shifted, shifted)]
+            return [lax.select(lax.is_finite(largest), total * shifted, shifted)]
 
         self._make(variable, (sum_exp.center,), compute)
 

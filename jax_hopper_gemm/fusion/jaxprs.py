@@ -11,8 +11,11 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.api_util import debug_info
+from jax.core import AbstractValue
 from jax.extend import core
 from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun
+from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -37,8 +40,15 @@ def varying_together(*arrays: Any) -> list[jax.Array]:
 
 
 def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
-    """Returns the jaxpr of a function of arrays or abstract values."""
-    return jax.make_jaxpr(function)(*avals)
+    """Returns the jaxpr of a function of arrays or abstract values.
+
+    As `jax.make_jaxpr`, which takes 0.2 ms for a `jax.jit` of each function.
+    """
+    types = [x if isinstance(x, AbstractValue) else jax.typeof(x) for x in avals]
+    about = debug_info("traced", function, avals, {})
+    flat = wrap_init(lambda *args: jax.tree.leaves(function(*args)), debug_info=about)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(flat, types)
+    return core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def spliced(equation: Any, closed: ClosedJaxpr, source: bool = True) -> list[Any]:
@@ -76,13 +86,7 @@ def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> Clo
 
 @memoised
 def _traced_once(function: Any, avals: Any, names: Any, *values: Any) -> ClosedJaxpr:
-    return _jitted(function, names).trace(*avals, **dict(zip(names, values, strict=True))).jaxpr
-
-
-@memoised
-def _jitted(function: Any, names: Any) -> Any:
-    """Returns what `jax.make_jaxpr` would make anew for each trace."""
-    return jax.jit(function, static_argnames=names)
+    return traced(partial(function, **dict(zip(names, values, strict=True))), *avals)
 
 
 def abstract(function: Callable[..., Any], *args: Any) -> Any:

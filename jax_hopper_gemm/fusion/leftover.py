@@ -35,7 +35,9 @@ def arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) -
     array = lax.transpose(array, [present.index(axis) for axis in order])
     dims = [axes.index(axis) for axis in order]
     array = lax.broadcast_in_dim(array, variable.shape, dims)
-    return array != 0 if variable.dtype.name == "bool" else array.astype(variable.dtype)
+    if variable.dtype.name == "bool":
+        return array != 0
+    return lax.convert_element_type(array, variable.dtype)
 
 
 def finish_by(

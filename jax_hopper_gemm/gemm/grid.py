@@ -1,7 +1,8 @@
 """The grid of a launch: clusters' tiles, clusters, the arrays that a kernel reads and writes.
 
 A cluster works on one of its tiles at a time: `cluster_m` x `cluster_n` tiles of D, or those of a
-pair (`GemmSpec.raster_m`).
+pair (`GemmSpec.raster_m`). What the cost model asks for is arithmetic without branches on a kernel,
+so that it takes several at once (`dispatch.several`).
 """
 
 from __future__ import annotations
@@ -150,9 +151,10 @@ def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
     """
     p, s = problem.as_stored(spec.d_major), spec
     rows_a, rows_b = s.tile_m, s.d_tile_n
-    if s.short_boxes:
-        rows_a = min(rows_a, p.m) if s.a_major == "k" else rows_a
-        rows_b = min(rows_b, p.n) if s.b_major == "k" else rows_b
+    if s.a_major == "k":
+        rows_a = rows_a - s.short_boxes * (rows_a > p.m) * (rows_a - p.m)
+    if s.b_major == "k":
+        rows_b = rows_b - s.short_boxes * (rows_b > p.n) * (rows_b - p.n)
     return rows_a, rows_b
 
 
@@ -172,9 +174,9 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     strand what a GPC has over a multiple of four. cuOccupancyMaxActiveClusters says 30 on an
     H200 of 132 SMs. A wrong figure costs speed, never a result.
     """
-    if spec.cluster_size <= 2:
-        return max(1, num_sms // spec.cluster_size)
-    return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
+    stranded = STRANDED_SMS * (spec.cluster_size > 2)
+    clusters = (num_sms - stranded) // spec.cluster_size
+    return clusters * (clusters > 0) + (clusters < 1)
 
 
 def persistent_clusters(cluster_tiles: int, limit: int, *, even: bool) -> int:

@@ -7,10 +7,9 @@ lines. Then `fuse_jaxpr` lets products take along equations around them, if it i
 
 from __future__ import annotations
 
-import gc
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,6 +26,7 @@ from ..fusion.jaxprs import spliced, traced_once
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
+from ..lowering.collector import paused_collector
 from ..lowering.route import current_device, route
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
@@ -109,23 +109,6 @@ def run_with_our_products(
         # Not cached: nothing else holds this program, and it may contain tracers.
         outputs = run_accelerated(rewritten(program, rewriting), arrays)
     return result(outputs)
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Pauses Python's garbage collector, if it runs.
-
-    Tracing and rewriting make many objects that stay, and few cycles of them; each pass of the
-    collector would look through all programs that were traced before. Threads may pause it at the
-    same time: the one that found it running starts it again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def traced_call(

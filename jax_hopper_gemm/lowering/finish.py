@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
@@ -56,7 +57,8 @@ def finish_partials(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns the finished reduction.
 
-    No atomics here either: the same program gives the same bits on every run.
+    No atomics here either: the same program gives the same bits on every run. The steps are
+    `lax`'s: `jnp.where` and the like are functions of their own, which JAX traces and lowers.
 
     Args:
       result: a reduction or top-k of the graph.
@@ -84,21 +86,23 @@ def finish_partials(
     if result.kind in ("column_sum", "row_sum"):
         return _sum(partials, in_order)
     if result.kind == "row_max":
-        return _largest(partials, 1)
+        return _largest(partials, (1,))
     if result.kind == "max":
-        return _largest(partials)
+        return _largest(partials, (0, 1, 2))
     if result.kind == "row_sumexp":
         tops, sums = partials[:, :, 0], partials[:, :, 1]  # of each tile, (L, tiles, M)
-        top = _largest(tops, 1)
-        base = jnp.where(jnp.isinf(top), 0.0, top)  # inf - inf would be NaN
-        return top, _sum(sums * jnp.exp(tops - base[:, None]), in_order)
+        top = _largest(tops, (1,))
+        infinite = lax.eq(lax.abs(top), np.float32(np.inf))
+        base = lax.select(infinite, lax.full_like(top, 0.0), top)  # inf - inf would be NaN
+        shifted = lax.sub(tops, lax.broadcast_in_dim(base, tops.shape, (0, 2)))
+        return top, _sum(lax.mul(sums, lax.exp(shifted)), in_order)
     return partials
 
 
 def _sum(x: jax.Array, in_order: bool) -> jax.Array:
     """Returns the sum along axis 1; `in_order` of halves, element by element."""
     if not in_order:
-        return jnp.sum(x, axis=1)
+        return lax.reduce_sum(x, (1,))
     while (count := x.shape[1]) > 1:
         half = count // 2
         pairs = x[:, :half] + x[:, half : 2 * half]
@@ -106,6 +110,7 @@ def _sum(x: jax.Array, in_order: bool) -> jax.Array:
     return x[:, 0]
 
 
-def _largest(x: jax.Array, axis: int | None = None) -> jax.Array:
+def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Returns the largest, NaN if one is: XLA's reductions for CPUs may drop it."""
-    return jnp.where(jnp.any(jnp.isnan(x), axis=axis), jnp.nan, jnp.max(x, axis=axis))
+    largest = lax.reduce_max(x, axes)
+    return lax.select(lax.reduce_or(lax.ne(x, x), axes), lax.full_like(largest, np.nan), largest)

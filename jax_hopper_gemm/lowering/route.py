@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -101,11 +102,18 @@ class Route:
     # What decided: "table", "user table", "model", or "unsupported" where no kernel can run it.
     source: str
     gemm: Gemm | None = None  # its canonical form, where it has one
-    spec: GemmSpec | None = None  # the kernel; like its order and launch None with "xla"
+    spec: GemmSpec | None = None  # the kernel; like its order and plan None with "xla"
     raster_order: RasterOrder | None = None
-    plan: LaunchPlan | None = None
+    num_sms: int = 0  # that the launch may use
     fusion: Fusion | None = None  # what of the epilogue the kernel computes
     roles: Roles | None = None  # the axes that the epilogue was read for
+
+    @cached_property
+    def plan(self) -> LaunchPlan | None:
+        """The kernel's launch, made when it is emitted: most routes are only weighed."""
+        if not (self.gemm and self.spec and self.raster_order):
+            return None
+        return make_plan(self.gemm.problem, self.spec, self.raster_order, self.num_sms)
 
     @property
     def uncovered(self) -> tuple[str, ...]:
@@ -198,10 +206,9 @@ def _route(
         return Route(
             "xla", decision.reason, decision.source, gemm, fusion=fusion, roles=found_roles
         )
-    plan = make_plan(gemm.problem, decision.spec, decision.raster_order, device.num_sms)
     return Route(
         "hopper", decision.reason, decision.source, gemm, decision.spec, decision.raster_order,
-        plan, fusion, found_roles,
+        device.num_sms, fusion, found_roles,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from ..fusion.jaxprs import ClosedJaxpr, spliced, transpose_by
+from ..lowering.collector import paused_collector
 from ..lowering.register import lower_jaxpr
 from .experimental import HopperPrimitive
 
@@ -77,7 +78,8 @@ class _Accelerated(HopperPrimitive):
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: Any, call_jaxpr: ClosedJaxpr) -> Any:
-    return lower_jaxpr(ctx, call_jaxpr, *values)
+    with paused_collector():
+        return lower_jaxpr(ctx, call_jaxpr, *values)
 
 
 accelerated_p = _Accelerated("accelerated", _evaluated, (), None)

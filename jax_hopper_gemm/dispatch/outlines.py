@@ -1,0 +1,96 @@
+"""Outlines of kernels: the configurations that a problem may choose among, estimated all at once.
+
+To make a kernel of a configuration, with its shared memory filled and its legality known, takes
+longer than to estimate it. Outlines cost little, and are estimated in arrays. None is expected to
+take longer than the kernel of its configuration, which differs by fewer stages and by waits of its
+epilogue: so they tell which kernels to make, and when to stop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.problem import GemmProblem, plain_graph
+from ..gemm.problem_type import ProblemType
+from ..gemm.spec import SMEM_LIMIT, GemmSpec
+from .candidates import (
+    MAX_STAGES,
+    MIN_STAGES,
+    WIDE_EPI_TILE,
+    along_k,
+    model_configs,
+    types_of,
+    wide_store_configs,
+    with_rings,
+)
+from .configs import WIDE_STORE_CONFIGS, Config
+from .several import Several
+
+# Types with other epilogues and results have the same outlines, but for what `OF_RESULTS` names.
+BARE = {n: EpilogueGraph(n, results=plain_graph("float32").results) for n in (1, 2)}
+OF_RESULTS = ("d_dtype", "loose_d", "epilogue", "graph", "epi_box", "epi_stage_bytes")
+
+
+class Outlines(NamedTuple):
+    """Configurations of one type, and their outlines."""
+
+    problem_type: ProblemType
+    configs: tuple[Config, ...]
+    kernels: Several
+
+
+def outlined(problem: GemmProblem) -> list[Outlines]:
+    """Returns the outlines of `considered_specs`, in their order."""
+    kinds = types_of(problem)
+    found = [_outlines(kind, wide=False) for kind in kinds]
+    if problem.splits_sectors:
+        found += [_outlines(kind, wide=True) for kind in kinds if wide_store_configs(kind)]
+    return [outlines for outlines in found if outlines.configs]
+
+
+@lru_cache(maxsize=1024)
+def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
+    """Returns a type's outlines: those of a bare epilogue, but for what they have in common."""
+    bare, graph = problem_type, problem_type.epilogue
+    if not (graph and graph.needs_whole_rows):  # for which there are more configurations
+        graph = BARE[graph.accumulators if graph else 1]
+        bare = replace(bare, epilogue=graph, d_dtype="float32", loose_d=False)
+    configs, kernels = _stored(bare, wide)
+    if not configs:
+        return Outlines(problem_type, configs, kernels)
+    one = _outline(configs[0], problem_type)
+    common = {name: getattr(one, name) for name in OF_RESULTS}
+    return Outlines(problem_type, configs, Several([kernels], **common))
+
+
+@lru_cache(maxsize=256)
+def _stored(problem_type: ProblemType, wide: bool) -> tuple[tuple[Config, ...], Several]:
+    """Returns the same of bare epilogues; along which axes operands lie, only boxes depend on."""
+    configs, specs, kernels = _alike(along_k(problem_type), wide)
+    majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
+    stored = Several([spec.varied(**majors) for spec in specs])
+    boxes = {name: getattr(stored, name) for name in ("a_box", "b_box") if specs}
+    return configs, Several([kernels], **majors, **boxes)
+
+
+@lru_cache(maxsize=256)
+def _alike(
+    problem_type: ProblemType, wide: bool
+) -> tuple[tuple[Config, ...], list[GemmSpec], Several]:
+    considered = WIDE_STORE_CONFIGS if wide else model_configs(problem_type)
+    made = [(config, _outline(config, problem_type)) for config in considered]
+    specs = [spec for _, spec in made if spec]
+    return tuple(config for config, spec in made if spec), specs, Several(specs)
+
+
+def _outline(config: Config, problem_type: ProblemType) -> GemmSpec | None:
+    """Returns a kernel whose operands have all of shared memory, and whose epilogue never waits."""
+    graph = problem_type.epilogue
+    if graph and config.tile_n % (16 * graph.accumulators):  # no box is so narrow
+        return None
+    bare = with_rings(config, problem_type, num_stages=0, epi_tile_n=WIDE_EPI_TILE, epi_stages=0)
+    stages = min(MAX_STAGES, (SMEM_LIMIT - bare.smem_bytes) // bare.stage_bytes)
+    return bare.varied(num_stages=stages, epi_stages=4) if stages >= MIN_STAGES else None
