@@ -69,7 +69,7 @@ def test_kernels_of_all_majors_are_filled_as_by_themselves(dtypes: tuple[str, st
     for graph in (None, STANDARD["residual"], STANDARD["gated_silu"]):
         assert (kinds := candidates.problem_types(*dtypes, graph, axis))
         for kind in kinds:
-            alone = (filled_spec(config, kind) for config in candidates._configs(kind))
+            alone = (filled_spec(config, kind) for config in candidates.model_configs(kind))
             assert list(model_specs(kind)) == [x for x in alone if x and candidates.worthwhile(x)]
 
 
