@@ -16,7 +16,7 @@ from fake_driver.harness import build_fakes
 from support.covering import covering_subset
 
 from jax_hopper_gemm import cubin, sharding
-from jax_hopper_gemm.dispatch import choice
+from jax_hopper_gemm.dispatch import choice, model
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
@@ -162,3 +162,14 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choice._choose.cache_clear()
     yield
     choice._choose.cache_clear()
+
+
+@pytest.fixture
+def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets plain products of 16 bits run kernels, also where XLA is as likely to be faster."""
+    monkeypatch.setattr(model, "xla_lead", lambda problem, best: 0.1)
+    for cached in (choice._choose, model.xla_time):
+        cached.cache_clear()
+    yield
+    for cached in (choice._choose, model.xla_time):
+        cached.cache_clear()

@@ -50,7 +50,7 @@ def test_explain_names_the_kernel_that_dispatch_chooses(capsys):
 
 
 def test_explain_json_holds_the_decision(capsys):
-    words = ("explain", "48x1024x3072", "--a-major", "m", "--result-dtype", "float32")
+    words = ("explain", "96x1440x6024", "--a-major", "m", "--result-dtype", "float32")
     found = json_of(capsys, *words)
     assert found["path"] == "hopper"
     assert found["spec"]["a_major"] == "m" and found["spec"]["d_dtype"] == "float32"
@@ -145,7 +145,8 @@ def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch
 def program(tmp_path, monkeypatch):
     """The file of an exported product with its gradients."""
     monkeypatch.setattr(ffi_library, "library", lambda: None)
-    product = jax.jit(lambda a, b: jax_hopper_gemm.matmul(a, b, activation="gelu"))
+    options = {"activation": "gelu", "implementation": "hopper"}
+    product = jax.jit(lambda a, b: jax_hopper_gemm.matmul(a, b, **options))
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 512))]
     checks = jax_hopper_gemm.export_disabled_checks()
     exported = jax.export.export(product, platforms=["cuda"], disabled_checks=checks)(*args)

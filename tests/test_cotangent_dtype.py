@@ -179,7 +179,7 @@ def test_gated_products_round_what_reaches_gate_and_up():
             np.testing.assert_allclose(ours, theirs, rtol=2**-6, atol=2**-6 * abs(theirs).max())
 
 
-@pytest.mark.usefixtures("launcher")
+@pytest.mark.usefixtures("launcher", "kernels_by_default")
 @pytest.mark.parametrize("name", ["matmul", "einsum", "ragged", "contracted"])
 def test_both_gradients_of_a_wide_result_are_launches(name):
     def gradients(a, b, w, dtype):

@@ -315,6 +315,7 @@ def test_other_platforms_run_the_function():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kernels_by_default")
 def test_a_program_for_several_platforms_holds_both():
     def layer(x, w1, b1, w2, b2, g):
         return step(lambda *a: mlp(*a), g, x, w1, b1, w2, b2)

@@ -59,6 +59,7 @@ def launches(program: export.Exported) -> int:
     return program.mlir_module().count(LAUNCH)
 
 
+@pytest.mark.usefixtures("kernels_by_default")
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids="+".join)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_and_its_gradients_survive_a_round_trip(name, platforms):

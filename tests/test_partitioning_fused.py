@@ -302,7 +302,7 @@ def test_a_share_with_all_of_k_is_one_kernel(letter, extents):
     assert "all_reduce" not in text and "stablehlo.add" not in text
 
 
-@pytest.mark.usefixtures("launcher")
+@pytest.mark.usefixtures("launcher", "kernels_by_default")
 def test_a_share_of_k_is_a_kernel_a_sum_in_16_bits_and_the_function():
     a, b, c = big("mk"), big("kn"), big("n")
     layer = partial(jhg.matmul, bias=c, activation=relu)
