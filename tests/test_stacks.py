@@ -52,6 +52,7 @@ READ = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("kernels_by_default")
 @pytest.mark.parametrize("name", READ)
 def test_one_array_of_a_stack_is_read_there(name):
     function, lhs, rhs, operand = READ[name]
@@ -71,6 +72,7 @@ COPIED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("kernels_by_default")
 @pytest.mark.parametrize("name", COPIED)
 def test_what_else_is_cut_out_is_copied(name):
     function, lhs, rhs = COPIED[name]
