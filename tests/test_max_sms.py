@@ -81,6 +81,7 @@ def gradients(function: Callable[..., Any], *args: Any) -> Any:
     return y, pull(jnp.ones_like(y))
 
 
+@pytest.mark.usefixtures("kernels_by_default")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_launches_of_products_and_gradients_keep_to_the_limit(name):
     function, args = PRODUCTS[name]
