@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -145,8 +146,8 @@ def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch
 def program(tmp_path, monkeypatch):
     """The file of an exported product with its gradients."""
     monkeypatch.setattr(ffi_library, "library", lambda: None)
-    options = {"activation": "gelu", "implementation": "hopper"}
-    product = jax.jit(lambda a, b: jax_hopper_gemm.matmul(a, b, **options))
+    matmul = partial(jax_hopper_gemm.matmul, activation="gelu", implementation="hopper")
+    product = jax.jit(matmul)
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 512))]
     checks = jax_hopper_gemm.export_disabled_checks()
     exported = jax.export.export(product, platforms=["cuda"], disabled_checks=checks)(*args)

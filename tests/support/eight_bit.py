@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.gemm.dtypes import QUANTIZED
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
+from jax_hopper_gemm.gemm.problem import VarlenAxis
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -127,8 +127,10 @@ def long_specs() -> list[GemmSpec]:
 def chosen_specs() -> list[GemmSpec]:
     """Returns the kernels among which dispatch chooses for e4m3 with promoted sums: with scales of
     blocks, as forward, dgrad and wgrad have them, and without."""
-    kinds = [(axis, *blocks) for axis, blocks in product((None, "m"), ((0, 0), (1, 128)))]
-    kinds += [("k", 0, 0), ("k", 1, 1), (None, 1, 1)]
+    kinds: list[tuple[VarlenAxis | None, int, int]] = [
+        (None, 0, 0), (None, 1, 128), ("m", 0, 0), ("m", 1, 128),
+        ("k", 0, 0), ("k", 1, 1), (None, 1, 1),
+    ]  # fmt: skip
     types = (
         ProblemType(
             "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "k", "k", grouped=axis, promoted=True,
