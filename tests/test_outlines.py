@@ -24,6 +24,7 @@ SETS = {
     "covering": policies.covering_specs, "epilogues": policies.epilogue_covering_specs,
     "loose": policies.loose_specs, "TF32": policies.tf32_specs,
     "weights": policies.converted_specs, "parts": policies.parts_specs,
+    "8 bits": policies.eight_bit_specs, "blocks": policies.block_specs,
 }  # fmt: skip
 DEVICES = (H200, H200.limited_to(60))
 
