@@ -32,6 +32,7 @@ PLAIN = "bfloat16"
 RECIPES = {
     PLAIN: None, "tensor": recipes.CurrentScaling(grouped_weights=True),
     "blocks": recipes.BlockScaling(grouped_weights=True),
+    "columns": recipes.BlockScaling(grouped_weights=True, gradient_columns=128),
 }  # fmt: skip
 
 

@@ -48,7 +48,8 @@ FRAMEWORKS = ("jnp", "nnx")
 WHAT = ("forward", "training")
 CANDIDATES = ("XLA", "accelerated")
 RECIPES = {
-    "current": recipes.CurrentScaling(), "blocks": recipes.BlockScaling(), "none": None
+    "current": recipes.CurrentScaling(), "blocks": recipes.BlockScaling(), "none": None,
+    "columns": recipes.BlockScaling(gradient_columns=128),
 }  # fmt: skip
 LARGEST_DIFFERENCE = 0.01  # of the first losses
 Call = Callable[[], jax.Array]  # runs a step; returns its loss

@@ -56,7 +56,11 @@ def test_block_scales_are_multiplied_in(spec):
     outcome.check_scaled(PtxGpu(), spec, problem, raster_order, 0, SMS)  # type: ignore
 
 
-@pytest.mark.parametrize("case", [Case((32, 144)), Case((144, 16), block=128)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case((32, 144)), Case((144, 16), ways=(128, 128)), Case((144, 16), ways=(1, 128))],
+    ids=str,
+)
 def test_a_kernel_that_quantizes_is_numpys_bit_for_bit(case):
     quantization.check(PtxGpu(), case)
 

@@ -22,9 +22,11 @@ M, K, N = 200, 272, 144
 CURRENT, BLOCKS = recipes.CurrentScaling(), recipes.BlockScaling()
 INT8 = recipes.Int8Forward()
 ALL = [CURRENT, BLOCKS, INT8]
-GROUPED = [replace(recipe, grouped_weights=True) for recipe in (CURRENT, BLOCKS)]
+COLUMNS = recipes.BlockScaling(gradient_columns=128)
+GROUPED = [replace(recipe, grouped_weights=True) for recipe in (CURRENT, BLOCKS, COLUMNS)]
 RECIPES = [
     CURRENT, BLOCKS, recipes.CurrentScaling("float8_e4m3fn"), recipes.BlockScaling("float8_e5m2"),
+    COLUMNS,
 ]  # fmt: skip
 
 
@@ -48,7 +50,8 @@ def expected(x: Any, w: Any, dy: Any, recipe: Any) -> tuple[np.ndarray, ...]:
     weights = of(w, e4m3, axis=0, rows=128)
     y = of(x, e4m3, axis=1) @ weights
     dx = of(dy, gradients, axis=1) @ weights.T
-    dw = of(x, e4m3, axis=0).T @ of(dy, gradients, axis=0)
+    columns = getattr(recipe, "gradient_columns", 1)
+    dw = of(x, e4m3, axis=0).T @ of(dy, gradients, axis=0, rows=columns)
     return y, dx, dw
 
 
@@ -70,7 +73,7 @@ def test_product_and_gradients_are_those_of_the_quantized_operands(recipe):
     assert 1e-3 < error < 0.06, "8 bits round"
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES[:2], COLUMNS], ids=str)
 def test_axes_of_dot_general_may_be_any(recipe):
     """Batch and contracted axes anywhere, several free and contracted ones."""
     x, w = normal((3, 8, 4, 40, 5), 0), normal((40, 3, 24, 8), 1)  # b k1 m1 k2 m2; k2 b n k1
@@ -186,6 +189,10 @@ def test_derivatives_of_any_order_and_mode_are_products_of_the_recipe(recipe):
             (jnp.ones((4, 4)), jnp.ones((4, 4)), recipes.CurrentScaling("int8")),  # pyright: ignore
             ValueError, "gradients of the recipe are 'int8'",
         ),
+        (
+            (jnp.ones((4, 4)), jnp.ones((4, 4)), replace(BLOCKS, gradient_columns=64)),  # pyright: ignore
+            ValueError, "gradient_columns of the recipe is 64, expected 1 or 128",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):
@@ -297,7 +304,9 @@ def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
         if recipe not in GROUPED:  # in 16 bits
             wide = [a[rows] for a in (x, dy)]
         elif blocks:  # of 128 rows of a group
-            wide = [of(a[rows], e4m3, (128, 1)) if size else a[rows] for a in (x, dy)]
+            columns = (128, recipe.gradient_columns)
+            pairs = (x, (128, 1)), (dy, columns)
+            wide = [of(a[rows], e4m3, block) if size else a[rows] for a, block in pairs]
         else:  # rows of no group have no say
             wide = [of(a[: sum(sizes)], t, None)[rows] for a, t in ((x, e4m3), (dy, e5m2))]
         exact = np.asarray(wide[0], np.float64).T @ np.asarray(wide[1], np.float64)

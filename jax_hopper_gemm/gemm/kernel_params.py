@@ -156,9 +156,10 @@ class QuantizeArgs(NamedTuple):
     x: Any  # pointers, but for the extents
     picks: Any  # indices of rows of x, int32
     values: Any
-    scales: Any  # (B, C / 128, R), or (B, R / 128, C / 128) of blocks of 128 x 128
+    scales: Any  # (B, C / 128, R), of lines
     transposed_values: Any
-    transposed_scales: Any  # (B, R / 128, C)
+    transposed_scales: Any  # (B, R / 128, C), of lines
+    tile_scales: Any  # (B, R / 128, C / 128)
     rows: Any
     columns: Any
     source_rows: Any  # of x, where rows are picked
@@ -241,14 +242,14 @@ def _quantize_params(spec: QuantizeSpec) -> QuantizeArgs:
     def pointer(name: str, dtype: str, there: bool, alignment: int | None = None) -> Any:
         return _pointer(name, dtype, alignment) if there else None
 
-    lines = spec.block == 1
     return QuantizeArgs(
         _pointer("x", spec.dtype, TMA_ALIGNMENT),
         pointer("picks", "int32", spec.picked),
-        pointer("values", spec.to, spec.straight, TMA_ALIGNMENT),
-        pointer("scales", "float32", spec.straight or not lines),
-        pointer("transposed_values", spec.to, spec.transposed, TMA_ALIGNMENT),
-        pointer("transposed_scales", "float32", spec.transposed and lines),
+        pointer("values", spec.to, spec.straight > 0, TMA_ALIGNMENT),
+        pointer("scales", "float32", spec.straight == 1),
+        pointer("transposed_values", spec.to, spec.transposed > 0, TMA_ALIGNMENT),
+        pointer("transposed_scales", "float32", spec.transposed == 1),
+        pointer("tile_scales", "float32", spec.whole_tiles),
         _number("rows"),
         _number("columns"),
         _number("source_rows") if spec.picked else None,
@@ -258,7 +259,7 @@ def _quantize_params(spec: QuantizeSpec) -> QuantizeArgs:
 def result_names(spec: QuantizeSpec) -> tuple[str, ...]:
     """Returns the names in `QuantizeArgs` of what the kernel writes."""
     params = _quantize_params(spec)
-    names = "values", "scales", "transposed_values", "transposed_scales"
+    names = "values", "scales", "transposed_values", "transposed_scales", "tile_scales"
     return tuple(name for name in names if getattr(params, name) is not None)
 
 

@@ -32,34 +32,55 @@ class QuantizeSpec(PassSpec):
     KIND = "quantize"
     dtype: str  # of the matrix
     to: str  # of the values
-    block: int = 1  # lines that share a scale: 1, or 128
-    straight: bool = True  # whether values are written as they lie
-    transposed: bool = False  # whether they are written transposed
+    straight: int = 1  # lines of values that are written as they lie and share a scale: 1 or 128
+    transposed: int = 0  # the same of values that are written transposed; 0: none are
     picked: bool = False  # whether an array of indices picks the rows; of no row are zeros
 
     def __post_init__(self) -> None:
-        if self.dtype not in SOURCES or self.to not in TARGETS or self.block not in (1, TILE):
+        if self.dtype not in SOURCES or self.to not in TARGETS or {*self.ways} - {0, 1, TILE}:
             raise ValueError(f"no kernel quantizes so: {self}")
         if not (self.straight or self.transposed):
             raise ValueError(f"it writes nothing: {self}")
 
     @property
+    def ways(self) -> tuple[int, int]:
+        return self.straight, self.transposed
+
+    @property
+    def whole_tiles(self) -> bool:
+        """Whether some values have one scale for each tile."""
+        return TILE in self.ways
+
+    @property
+    def before_columns(self) -> int:
+        """Bytes of shared memory before each warp's largest of columns: values to transpose."""
+        return TILE * TILE if self.transposed else 0
+
+    @property
+    def before_tile(self) -> int:
+        """Bytes before each warp's largest of all: those, and scales of columns and inverses."""
+        return self.before_columns + (4 * (WARPS + 2) * TILE if self.transposed == 1 else 0)
+
+    @property
     def smem_bytes(self) -> int:
-        """Values that are transposed; each warp's largest of columns; scales of these, inverted."""
-        values = TILE * TILE if self.transposed else 0
-        largest = 4 * WARPS * (TILE if self.transposed and self.block == 1 else 1)
-        scales = 2 * 4 * TILE if self.transposed and self.block == 1 else 0
-        return values + largest + scales
+        return self.before_tile + 4 * WARPS
 
     @property
     def name(self) -> str:
         """A name a person understands in a profile."""
-        ways = "_straight" * self.straight + "_transposed" * self.transposed
+        named = zip(("straight", "transposed"), self.ways, strict=True)
+        ways = "".join(f"_{way}_{lines}x{TILE}" for way, lines in named if lines)
         return (
             f"jhg_quantize_{DTYPES[self.dtype].short}_{DTYPES[self.to].short}"
-            f"_{self.block}x{TILE}{ways}{'_picked' * self.picked}"
+            f"{ways}{'_picked' * self.picked}"
         )
 
-    def both_ways(self) -> QuantizeSpec:
-        """Returns the kernel that writes the values transposed, too, and as they lie."""
-        return replace(self, straight=True, transposed=True)
+    def with_ways_of(self, other: QuantizeSpec) -> QuantizeSpec | None:
+        """Returns the kernel that writes what both write; None where no kernel does."""
+        if replace(self, straight=other.straight, transposed=other.transposed) != other:
+            return None
+        pairs = list(zip(self.ways, other.ways, strict=True))
+        if any(0 < own != more > 0 for own, more in pairs):
+            return None
+        straight, transposed = map(max, pairs)
+        return replace(self, straight=straight, transposed=transposed)

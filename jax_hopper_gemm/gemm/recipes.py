@@ -66,10 +66,14 @@ class BlockScaling:
     Attributes:
       gradients: dtype of cotangents.
       grouped_weights: as of `CurrentScaling`.
+      gradient_columns: of a gradient of weights, how many columns share a scale for each 128 of
+        what is contracted, 1 or 128. Rows have one each. Tensor cores wait for the
+        multiplication by scales of rows and of columns; with 128 it takes 0.7 to 0.8 of the time.
     """
 
     gradients: Float8 = E4M3
     grouped_weights: bool = False
+    gradient_columns: Literal[1, 128] = 1
 
     def format(self, role: Role) -> Format | None:
         rows = PROMOTION_K if role == "weights" else 1
@@ -104,10 +108,16 @@ class ByRecipe:
     def swapped(self) -> ByRecipe:
         return replace(self, roles=self.roles[::-1])
 
-    @property
-    def formats(self) -> tuple[Format, Format] | None:
-        """How the operands are quantized; None: they are multiplied as they are."""
-        lhs, rhs = map(self.recipe.format, self.roles)
+    def formats(self, columns: int) -> tuple[Format, Format] | None:
+        """Returns how the operands are quantized; None: they are multiplied as they are.
+
+        Args:
+          columns: which operand, 0 or 1, the result's columns are of.
+        """
+        found = [self.recipe.format(role) for role in self.roles]
+        if "weights" not in self.roles and isinstance(self.recipe, BlockScaling):
+            found[columns] = replace(found[columns], rows=self.recipe.gradient_columns)
+        lhs, rhs = found
         return (lhs, rhs) if lhs and rhs else None
 
     @property

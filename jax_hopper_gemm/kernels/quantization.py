@@ -53,29 +53,17 @@ class QuantizeKernel:
         matrix = Int64(batch) * args.rows * args.columns
         x = self.read(args, matrix, row, column)
 
-        if cutlass.const_expr(s.block == TILE):
-            scale, inverse = self.scale_of_tile(self.wide(x), memory, thread)
-            if thread == 0:
-                at = (batch * cute.arch.grid_dim()[1] + tile_r) * cute.arch.grid_dim()[0] + tile_c
-                _write(args.scales, at, scale)
-            scales = [(scale, inverse)] * CELL
-        inside = (row < args.rows) & (column < args.columns)
-        if cutlass.const_expr(s.straight):
-            if cutlass.const_expr(s.block == 1):
-                scales = self.scales_of_rows(self.wide(x))
-                at = (batch * cute.arch.grid_dim()[0] + tile_c) * args.rows + row
-                for i in cutlass.range_constexpr(CELL):  # each by a thread of the row
-                    if (place[1] == i) & (row < args.rows):
-                        _write(args.scales, at + i, scales[i][0])
-            if inside:
-                wide = self.wide(x)
-                first = matrix + Int64(row) * args.columns + column
-                for i in cutlass.range_constexpr(CELL):
-                    unit = self.quantized([wide[j, i] for j in range(CELL)], [scales[i]] * CELL)
-                    _write_unit(args.values, first + i * Int64(args.columns), unit)
-        if cutlass.const_expr(s.transposed):
-            if cutlass.const_expr(s.block == 1):
-                scales = self.scales_of_columns(args, self.wide(x), memory, thread, place[1])
+        if cutlass.const_expr(s.whole_tiles):  # first, while no scales of lines take registers
+            of_tile = [self.scale_of_tile(args, self.wide(x), memory, thread)] * CELL
+            if cutlass.const_expr(s.straight == TILE):
+                self.write_straight(args, self.wide(x), of_tile, matrix, row, column)
+            if cutlass.const_expr(s.transposed == TILE):
+                self.write_transposed(args, self.wide(x), of_tile, memory, matrix, thread, place)
+        if cutlass.const_expr(s.straight == 1):
+            scales = self.scales_of_rows(args, self.wide(x), row, place[1])
+            self.write_straight(args, self.wide(x), scales, matrix, row, column)
+        if cutlass.const_expr(s.transposed == 1):
+            scales = self.scales_of_columns(args, self.wide(x), memory, thread, place[1])
             self.write_transposed(args, self.wide(x), scales, memory, matrix, thread, place)
 
     @cute.jit
@@ -122,27 +110,39 @@ class QuantizeKernel:
         x.store(raw.load().to(Float32))
         return x
 
-    def scales_of_rows(self, x):
+    @cute.jit
+    def scales_of_rows(self, args, x, row, place):
+        """Returns those of the thread's rows, and writes them."""
+        tile_c, _, batch = cute.arch.block_idx()
         largest = [_largest([x[j, i] for j in range(CELL)]) for i in range(CELL)]
-        return [self.scale_of(_over_lanes(y, (1, 2, 4, 8))) for y in largest]
+        scales = [self.scale_of(_over_lanes(y, (1, 2, 4, 8))) for y in largest]
+        at = (batch * cute.arch.grid_dim()[0] + tile_c) * args.rows + row
+        for i in cutlass.range_constexpr(CELL):  # each by a thread of the row
+            if (place == i) & (row < args.rows):
+                _write(args.scales, at + i, scales[i][0])
+        return scales
 
     @cute.jit
-    def scale_of_tile(self, x, memory, thread):
-        """Returns the tile's scale and its inverse."""
+    def scale_of_tile(self, args, x, memory, thread):
+        """Returns the tile's scale and its inverse, and writes the scale."""
+        tile_c, tile_r, batch = cute.arch.block_idx()
         own = _over_lanes(_largest([x[i] for i in range(CELL * CELL)]), (1, 2, 4, 8, 16))
-        behind = TILE * TILE if self.spec.transposed else 0
-        largest = cute.recast_ptr(memory + behind, dtype=Float32)
+        largest = cute.recast_ptr(memory + self.spec.before_tile, dtype=Float32)
         if thread % 32 == 0:
             cute.arch.store(largest + thread // 32, own, ss="cta")
         cute.arch.barrier()
         each = [cute.arch.load(largest + i, Float32, ss="cta") for i in range(WARPS)]
-        return self.scale_of(_largest(each))
+        scale, inverse = self.scale_of(_largest(each))
+        if thread == 0:
+            at = (batch * cute.arch.grid_dim()[1] + tile_r) * cute.arch.grid_dim()[0] + tile_c
+            _write(args.tile_scales, at, scale)
+        return scale, inverse
 
     @cute.jit
     def scales_of_columns(self, args, x, memory, thread, place):
         """Returns those of the thread's columns, and writes all of the tile's."""
         tile_c, tile_r, batch = cute.arch.block_idx()
-        largest = cute.recast_ptr(memory + TILE * TILE, dtype=Float32)
+        largest = cute.recast_ptr(memory + self.spec.before_columns, dtype=Float32)
         scales = largest + WARPS * TILE
         for j in cutlass.range_constexpr(CELL):
             own = _over_lanes(_largest([x[j, i] for i in range(CELL)]), (16,))
@@ -171,6 +171,15 @@ class QuantizeKernel:
             )
             for p in of
         ]
+
+    @cute.jit
+    def write_straight(self, args, x, scales, matrix, row, column):
+        """Writes the thread's rows."""
+        if (row < args.rows) & (column < args.columns):
+            first = matrix + Int64(row) * args.columns + column
+            for i in cutlass.range_constexpr(CELL):
+                unit = self.quantized([x[j, i] for j in range(CELL)], [scales[i]] * CELL)
+                _write_unit(args.values, first + i * Int64(args.columns), unit)
 
     @cute.jit
     def write_transposed(self, args, x, scales, memory, matrix, thread, place):

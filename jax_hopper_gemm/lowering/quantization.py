@@ -8,7 +8,6 @@ serves, or writes both from then on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -53,18 +52,14 @@ def lower_quantize(
         (rows,) = picks[0].type.shape
     if _violation(ctx, aval, to, (prod(lead), rows, columns)):
         return None
-    spec = QuantizeSpec(
-        aval.dtype.name, to, block, straight=not transposed, transposed=transposed,
-        picked=bool(picks),
-    )  # fmt: skip
+    straight, across = (0, block) if transposed else (block, 0)
+    spec = QuantizeSpec(aval.dtype.name, to, straight, across, picked=bool(picks))
     ffi_library.refuse_fork()
     launch = (None if picks else _launch_for(ctx, x, spec)) or _emit(ctx, spec, x, *picks)
-    values, scales = "values", "scales"
-    if transposed:
-        values, scales = "transposed_values", "transposed_scales" if block == 1 else "scales"
-    scale = launch.results[scales]
+    way = "transposed_" if transposed else ""
+    scale = launch.results[f"{way}scales" if block == 1 else "tile_scales"]
     turned = transposed or block == 1  # a kernel writes scales of lines by lines last
-    return [launch.results[values], _turned(ctx, scale) if turned else scale]
+    return [launch.results[f"{way}values"], _turned(ctx, scale) if turned else scale]
 
 
 class _Launch:
@@ -106,9 +101,10 @@ def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _L
     batch, down, along = prod(lead), ceil_div(rows, TILE), ceil_div(columns, TILE)
     shapes = {
         "values": (rows, columns),
-        "scales": (along, rows) if spec.block == 1 else (down, along),
+        "scales": (along, rows),
         "transposed_values": (columns, rows),
         "transposed_scales": (down, columns),
+        "tile_scales": (down, along),
     }
     dtypes = {name: "float32" if "scales" in name else spec.to for name in shapes}
     results = [
@@ -136,12 +132,11 @@ def _launch_for(ctx: mlir.LoweringRuleContext, x: Any, wanted: QuantizeSpec) -> 
 
     If one writes it the other way, both are written in its place.
     """
-    whole = wanted.both_ways()
-    there = {launch.spec: launch for launch in _launches_of(x)}
-    if launch := there.get(whole) or there.get(wanted):
-        return launch
-    other = replace(wanted, straight=not wanted.straight, transposed=not wanted.transposed)
-    if (before := there.get(other)) is None:
+    joined = [(launch, launch.spec.with_ways_of(wanted)) for launch in _launches_of(x)]
+    if there := next((launch for launch, whole in joined if whole == launch.spec), None):
+        return there
+    before, whole = next((pair for pair in joined if pair[1]), (None, None))
+    if before is None or whole is None:
         return None
     with ir.InsertionPoint(before.operation):
         launch = _emit(ctx, whole, before.operation.operands[0])

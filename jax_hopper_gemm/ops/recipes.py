@@ -10,6 +10,7 @@ from ..gemm.recipes import BlockScaling as BlockScaling
 from ..gemm.recipes import ByRecipe, Recipe
 from ..gemm.recipes import CurrentScaling as CurrentScaling
 from ..gemm.recipes import Int8Forward as Int8Forward
+from ..gemm.spec import BLOCKS
 from ..primitives import by_recipe as _by_recipe  # noqa: F401
 from . import checks
 from .batch_invariance import is_batch_invariant
@@ -49,6 +50,9 @@ def _check(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> None:
             f"{op}: gradients of the recipe are {gradients!r}, expected float8_e4m3fn or "
             "float8_e5m2"
         )
+    columns = getattr(recipe, "gradient_columns", 1)
+    if columns not in BLOCKS:
+        raise ValueError(f"{op}: gradient_columns of the recipe is {columns!r}, expected 1 or 128")
     if cotangent_dtype is not None:
         raise ValueError(
             f"{op}: cotangent_dtype is {jnp.dtype(cotangent_dtype).name} and there is a recipe, "

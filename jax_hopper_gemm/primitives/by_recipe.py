@@ -116,20 +116,22 @@ def _operands(
     """
     by, subscripts, groups = product.options.recipe, product.subscripts, product.groups
     assert by is not None
-    if by.formats is None or (groups and product.batch) or 0 in lhs.shape + rights[0].shape:
+    rows = next((a for a in subscripts.out if (a in subscripts.lhs) != (a in subscripts.rhs)), "")
+    formats = by.formats(columns=int(rows in subscripts.lhs))
+    if formats is None or (groups and product.batch) or 0 in lhs.shape + rights[0].shape:
         return None
     if not subscripts.contracted:
         return None
     sizes = tuple(others[: product.num_sizes_operands])
-    blocks = by.formats[0].along is not None
+    blocks = formats[0].along is not None
     if groups and is_varlen_k(subscripts):
         narrow = getattr(by.recipe, "grouped_weights", False)
-        return _in_row_blocks(product, (lhs, *rights), sizes) if narrow else None
+        return _in_row_blocks(product, formats, (lhs, *rights), sizes) if narrow else None
     several = GROUP if groups and blocks else subscripts.batch if blocks else product.mapped
     implementation = product.options.implementation
     of = partial(_operand, subscripts=subscripts, several=several, implementation=implementation)
-    left = of(lhs, subscripts.lhs, by.formats[0])
-    quantized_rights = tuple(of(x, subscripts.rhs, by.formats[1]) for x in rights)
+    left = of(lhs, subscripts.lhs, formats[0])
+    quantized_rights = tuple(of(x, subscripts.rhs, formats[1]) for x in rights)
     letters = Subscripts(left.letters, quantized_rights[0].letters, subscripts.out)
     whole = replace(_of_values(product), subscripts=letters)
     return Operands(left, quantized_rights, whole, blocks, sizes).aligned()
@@ -145,12 +147,12 @@ def _of_values(product: Product) -> Product:
 
 
 def _in_row_blocks(
-    product: Product, arrays: Sequence[Any], sizes: tuple[Any, ...]
+    product: Product, formats: tuple[Format, Format], arrays: Sequence[Any], sizes: tuple[Any, ...]
 ) -> Operands | None:
     """Returns quantized operands of which groups of rows are contracted, as their transposes."""
     by, groups = product.options.recipe, product.groups
-    assert by and by.formats and groups
-    if any(x.along is None and x.rows is not None for x in by.formats):
+    assert by and groups
+    if any(x.along is None and x.rows is not None for x in formats):
         return None
     blocks = row_blocks(sizes[0], groups, arrays[0].shape[0])
 
@@ -160,13 +162,15 @@ def _in_row_blocks(
             values, scale = map(jnp.transpose, pair)
         else:
             by_lines = partial(hopper_quantize, transposed=True, rows=blocks.rows)
-            values, scale = by_lines(x, format.dtype, 1, by=product.options.implementation)
+            values, scale = by_lines(
+                x, format.dtype, format.rows or 1, by=product.options.implementation
+            )
         return Operand(values, letters, scale)
 
-    left = operand(arrays[0], VARLEN_K_T.lhs, by.formats[0])
-    rights = tuple(operand(x, VARLEN_K_T.rhs, by.formats[1]) for x in arrays[1:])
+    left = operand(arrays[0], VARLEN_K_T.lhs, formats[0])
+    rights = tuple(operand(x, VARLEN_K_T.rhs, formats[1]) for x in arrays[1:])
     whole = replace(_of_values(product), subscripts=VARLEN_K_T)
-    return Operands(left, rights, whole, by.formats[0].along is not None, (blocks.sizes,))
+    return Operands(left, rights, whole, formats[0].along is not None, (blocks.sizes,))
 
 
 def _operand(

@@ -29,10 +29,12 @@ def test_values_and_scales_are_numpys(case, checked):
 def test_a_block_with_no_number_is_nan(case, special):
     arrays = case.arguments(special)
     got = jax.jit(case.run)(*arrays)
-    for (values, scale), (exact, scales) in zip(got, case.expected(*arrays), strict=True):
+    for (values, scale), (exact, scales), (_, block) in zip(
+        got, case.expected(*arrays), case.asked, strict=True
+    ):
         values, scale = (np.asarray(x, np.float32) for x in (values, scale))
         np.testing.assert_array_equal(scale, scales)
-        wide = np.repeat(np.repeat(scales, case.block, -2), 128, -1)[: exact.shape[0]]
+        wide = np.repeat(np.repeat(scales, block, -2), 128, -1)[: exact.shape[0]]
         harmed = ~np.isfinite(wide[:, : exact.shape[1]])
         assert harmed.any() and np.isnan(values * wide[:, : exact.shape[1]])[harmed].all()
         np.testing.assert_array_equal(values[~harmed], exact[~harmed])

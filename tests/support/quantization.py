@@ -19,20 +19,29 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 @dataclass(frozen=True)
 class Case:
-    """A quantization: of which array, and which ways are asked for."""
+    """A quantization: of which array, and which ways are asked for.
+
+    Attributes:
+      ways: how many lines share a scale, as the array lies and transposed; 0: it is not asked for.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "bfloat16"
     to: str = "float8_e4m3fn"
-    block: int = 1
-    ways: tuple[bool, ...] = (False, True)  # transposed or not
+    ways: tuple[int, int] = (1, 1)
     picked: int = 0  # how many rows are picked
 
     def run(self, x: Any, *rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         picks = rows[0] if rows else None
         return [
-            hopper_quantize(x, self.to, self.block, transposed=way, rows=picks) for way in self.ways
+            hopper_quantize(x, self.to, block, transposed=transposed, rows=picks)
+            for transposed, block in self.asked
         ]
+
+    @property
+    def asked(self) -> list[tuple[bool, int]]:
+        """Whether each result is transposed, and how many lines share a scale."""
+        return [(bool(way), block) for way, block in enumerate(self.ways) if block]
 
     def arguments(self, special: float | None = None) -> tuple[jax.Array, ...]:
         """Returns numbers of all magnitudes, blocks of zeros, and rows some of which are none."""
@@ -54,8 +63,8 @@ class Case:
             there = np.asarray(rows[0])
             padding = np.zeros((1, wide.shape[-1]), np.float32)
             wide = np.concatenate([wide, padding])[np.minimum(there, len(wide))]
-        of = [np.swapaxes(wide, -1, -2) if way else wide for way in self.ways]
-        return [quantized(y, self.to, self.block) for y in of]
+        turned = {False: wide, True: np.swapaxes(wide, -1, -2)}
+        return [quantized(turned[way], self.to, block) for way, block in self.asked]
 
     def specs(self) -> list[KernelSpec]:
         return all_specs_of(self.run, *self.arguments())
@@ -78,13 +87,14 @@ def quantized(x: np.ndarray, to: str, block: int) -> tuple[np.ndarray, np.ndarra
 
 
 CASES = [
-    Case((256, 384)), Case((256, 384), block=128), Case((144, 272), to="float8_e5m2"),
-    Case((3, 144, 272)), Case((2, 400, 176), block=128), Case((1040, 16), dtype="float16"),
-    Case((16, 1040), dtype="float32"), Case((272, 528), dtype="float32", block=128),
-    Case((272, 528), ways=(False,)), Case((272, 528), ways=(True,)),
-    Case((2, 272, 528), ways=(True,), block=128), Case((272, 528), ways=(False,), block=128),
-    Case((300, 528), ways=(True,), picked=384),
-    Case((300, 528), ways=(True,), picked=256, to="float8_e5m2", dtype="float16"),
+    Case((256, 384)), Case((256, 384), ways=(128, 128)), Case((144, 272), to="float8_e5m2"),
+    Case((3, 144, 272)), Case((2, 400, 176), ways=(128, 128)), Case((1040, 16), dtype="float16"),
+    Case((16, 1040), dtype="float32"), Case((272, 528), dtype="float32", ways=(128, 128)),
+    Case((272, 528), ways=(1, 0)), Case((272, 528), ways=(0, 1)),
+    Case((2, 272, 528), ways=(0, 128)), Case((272, 528), ways=(128, 0)),
+    Case((272, 528), ways=(1, 128)), Case((400, 176), dtype="float32", ways=(128, 1)),
+    Case((300, 528), ways=(0, 1), picked=384), Case((300, 528), ways=(0, 128), picked=384),
+    Case((300, 528), ways=(0, 1), picked=256, to="float8_e5m2", dtype="float16"),
     Case((2048, 4096)),
 ]  # fmt: skip
 

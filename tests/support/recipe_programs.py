@@ -26,6 +26,7 @@ RECIPES: dict[str, Any] = {
     "current": recipes.CurrentScaling(grouped_weights=True),
     "current e4m3": recipes.CurrentScaling("float8_e4m3fn"),
     "blocks": recipes.BlockScaling(grouped_weights=True),
+    "columns": recipes.BlockScaling(grouped_weights=True, gradient_columns=128),
     "int8": recipes.Int8Forward(),
     "delayed": _delayed,
 }

@@ -53,8 +53,9 @@ def run(
     numbers = {
         "values": rows * columns,
         "transposed_values": rows * columns,
-        "scales": across * (rows if spec.block == 1 else down),
+        "scales": across * rows,
         "transposed_scales": down * columns,
+        "tile_scales": down * across,
     }
     names = result_names(spec)
     dtypes = {n: jnp.dtype(spec.to if n.endswith("values") else "float32") for n in names}
@@ -71,11 +72,15 @@ def expected(
     spec: QuantizeSpec, case: Case, arrays: tuple[np.ndarray, ...]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns NumPy's numbers for each result of a kernel, as it lies; of values their scales."""
-    both = replace(case, ways=(False, True)).expected(*arrays)
+    case = replace(case, ways=spec.ways)
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for prefix, (values, scales) in zip(("", "transposed_"), both, strict=True):
+    for (way, block), (values, scales) in zip(case.asked, case.expected(*arrays), strict=True):
         rows, columns = values.shape[-2:]
-        wide = np.repeat(np.repeat(scales, case.block, -2), 128, -1)[..., :rows, :columns]
-        lying = scales if case.block == 128 else np.swapaxes(scales, -1, -2)
-        found |= {f"{prefix}values": (values, wide), f"{prefix}scales": (lying, np.ones(1))}
+        wide = np.repeat(np.repeat(scales, block, -2), 128, -1)[..., :rows, :columns]
+        prefix = "transposed_" if way else ""
+        found[f"{prefix}values"] = values, wide
+        if block == 1:
+            found[f"{prefix}scales"] = np.swapaxes(scales, -1, -2), np.ones(1)
+        else:  # of tiles, as the array lies
+            found["tile_scales"] = (np.swapaxes(scales, -1, -2) if way else scales), np.ones(1)
     return {name: found[name] for name in result_names(spec)}
