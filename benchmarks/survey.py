@@ -2,11 +2,13 @@
 
     python benchmarks/survey.py --build FOLDER --seed 7       # compiles the kernels, needs no GPU
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/survey.py --seed 7 --json survey.json
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/survey.py --suite steps --table table.json
 
 Products are drawn by a seed from extents of published models and log-uniformly, with all layouts.
 Two of three are such that a kernel may run by default, as the fit of XLA's time has it: there it
-matters how well it knows. Those of the `heldout` suite are left out, unless `--heldout` asks for
-them alone.
+matters how well it knows. Those of the `heldout` suite are left out. `--suite` asks for those of a
+suite in their place. `--table` adds the fastest of each product's kernels to a table, as `tune`
+does in more time.
 
 Of each product these kernels are timed, in one program with XLA's own product, so that all share
 clock and temperature: the one that dispatch would run, those of least expected cost, the best of
@@ -31,7 +33,7 @@ from typing import Any
 import jax
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.dispatch import H200, Device, choose
+from jax_hopper_gemm.dispatch import H200, Device, choose, table, tuner
 from jax_hopper_gemm.dispatch.candidates import (
     WIDE_EPI_TILE,
     considered_specs,
@@ -45,6 +47,7 @@ from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.model import best_kernel, xla_time
+from jax_hopper_gemm.dispatch.table import Entry, Key
 from jax_hopper_gemm.dispatch.tuner import Candidate
 from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem
@@ -197,8 +200,12 @@ def survey(problem: GemmProblem, chosen: Sequence[Candidate], rounds: int) -> di
 
 def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
     device, start = benchmark.this_device(), time.monotonic()
+    known = table.Table.of(device, (), "")
+    if arguments.table and arguments.table.exists():
+        known = table.read_table(arguments.table)
     numbers: dict[str, int] = {}  # of kernels, by name
     rows: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     for first in range(0, len(problems), BATCH):
         batch = problems[first : first + BATCH]
         if time.monotonic() - start > arguments.seconds:
@@ -225,6 +232,7 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
             row: dict[str, Any] = {x: getattr(problem, x) for x in ("m", "n", "k")}
             row |= {"a_major": problem.a.major, "b_major": problem.b.major}
             row["xla_us"] = round(times.pop("xla"), 2)
+            entries.append(entry(problem, kernels, times, row["xla_us"]))
             row["kernels"] = [numbers.setdefault(name, len(numbers)) for name in times]
             row["us"] = [round(us, 2) for us in times.values()]
             rows.append(row)
@@ -234,7 +242,18 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
             )
         if arguments.json:
             write(arguments.json, list(numbers), rows)
+        if arguments.table:
+            table.write_table(tuner.merged_table(known, entries), arguments.table)
     print(f"{len(rows)} of {len(problems)} products in {time.monotonic() - start:.0f} s")
+
+
+def entry(
+    problem: GemmProblem, kernels: Sequence[Candidate], times: dict[str, float], xla_us: float
+) -> Entry:
+    """Returns the entry of a table that such times make."""
+    fastest = min(kernels, key=lambda kernel: times[kernel[0].name])
+    us = round(times[fastest[0].name], 2)
+    return Entry(Key.of(problem), "kernel" if us <= xla_us else "xla", *fastest, us, xla_us)
 
 
 def compiled(found: Callable | Exception) -> Callable:
@@ -263,7 +282,8 @@ def main() -> int:
         "--split-sectors", action="store_true",
         help="only products whose rows of D begin within a sector of memory",
     )  # fmt: skip
-    parser.add_argument("--heldout", action="store_true", help="the suite of that name instead")
+    parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
     parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
     parser.add_argument("--rounds", type=int, default=5, help="launches of each [5]")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which it stops [500]")
@@ -271,8 +291,8 @@ def main() -> int:
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     problems = products(arguments.count, arguments.seed, arguments.split_sectors)
-    if arguments.heldout:
-        problems = list(shapes.suite("heldout"))
+    if arguments.suite:
+        problems = list(shapes.suite(arguments.suite))
     if arguments.build:
         chosen = (x for p in problems for x in candidates(p, H200, arguments.candidates))
         report = cubin.build(list(dict.fromkeys(s for s, _ in chosen)), folder=arguments.build)

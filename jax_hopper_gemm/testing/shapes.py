@@ -106,6 +106,37 @@ def glu() -> Iterable[GemmProblem]:
     yield GemmProblem.dense(4096, 8192, 4096)
 
 
+# Of steps of small and large models, as `benchmarks/models.py` has them: tokens, and the features
+# of weights, of their inputs and results.
+_STEPS = {
+    4096: ((256, 2048), (2048, 2048), (3072, 4096), (16384, 2048), (24576, 3072)),
+    8192: (
+        (512, 2048), (768, 768), (768, 3072), (1024, 4096), (1600, 1600), (1600, 6400),
+        (2048, 2048), (2048, 5120), (2048, 8192), (4096, 4096), (4096, 14336),
+    ),
+    16384: ((768, 768), (768, 3072)),
+    25216: ((768, 768), (768, 3072), (1024, 1024), (1024, 4096)),
+}  # fmt: skip
+# Tokens, features and vocabulary, and how embeddings are stored.
+_LOGITS: tuple[tuple[int, int, int, Major], ...] = (
+    (4096, 2048, 256128, "n"), (4096, 3072, 256128, "n"), (8192, 1600, 50304, "n"),
+    (16384, 768, 50304, "n"), (8192, 768, 32128, "k"), (8192, 2048, 32128, "k"),
+    (8192, 2048, 32000, "k"), (8192, 4096, 32000, "k"),
+)  # fmt: skip
+
+
+def steps() -> Iterable[GemmProblem]:
+    """Training steps of models: forwards, gradients of tokens, of weights; of logits the second."""
+    for tokens, weights in _STEPS.items():
+        for pair in weights:
+            for n, k in dict.fromkeys((pair, pair[::-1])):
+                yield GemmProblem.dense(tokens, n, k)
+                yield GemmProblem.dense(tokens, n, k, b_major="k")
+                yield GemmProblem.dense(n, k, tokens, a_major="m")
+    for tokens, features, vocabulary, major in _LOGITS:
+        yield GemmProblem.dense(tokens, features, vocabulary, b_major=major)
+
+
 def heldout() -> Iterable[GemmProblem]:
     """Random products that nothing is tuned for: `benchmarks/survey.py` leaves them out."""
     return random_products(200, seed=20261125)
@@ -156,7 +187,8 @@ def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[
 
 SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
     "bars": bars, "fallback": fallback, "square": square, "llama": llama, "gemma": gemma,
-    "vit": vit, "decode": decode, "few_rows": few_rows, "glu": glu, "heldout": heldout,
+    "vit": vit, "decode": decode, "few_rows": few_rows, "glu": glu, "steps": steps,
+    "heldout": heldout,
 }  # fmt: skip
 
 
