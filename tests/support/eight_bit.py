@@ -129,7 +129,7 @@ def chosen_specs() -> list[GemmSpec]:
     blocks, as forward, dgrad and wgrad have them, and without."""
     kinds: list[tuple[VarlenAxis | None, int, int]] = [
         (None, 0, 0), (None, 1, 128), ("m", 0, 0), ("m", 1, 128),
-        ("k", 0, 0), ("k", 1, 1), (None, 1, 1),
+        ("k", 0, 0), ("k", 1, 1), ("k", 1, 128), (None, 1, 1),
     ]  # fmt: skip
     types = (
         ProblemType(
