@@ -122,12 +122,12 @@ def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Wave
     """Returns the waves of a launch; those to expect where its rows are grouped."""
     tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
     number, k_tiles = grid.ceil_div(tiles, resident), grid.num_k_tiles(problem, spec)
-    shared = Shared(*each(_shared, spec.split_k, tiles, k_tiles, problem.k, resident))
+    shared = Shared(*each(_split_k_work, spec.split_k, tiles, k_tiles, problem.k, resident))
     clusters = where(spec.split_k, shared.clusters, grid.ceil_div(tiles, number))
     return Waves(tiles, resident, number, clusters * spec.cluster_size, shared)
 
 
-def _shared(splits: bool, tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
+def _split_k_work(splits: bool, tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
     if not splits:
         return NOT_SHARED
     split_tiles, ranges = split_of(tiles, k_tiles, k, resident)

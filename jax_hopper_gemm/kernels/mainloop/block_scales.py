@@ -25,7 +25,7 @@ from ...gemm.wgmma_fragment import (
     nth_row,
 )
 from ..shared_memory import WARPGROUP
-from .promoted import PromotedConsumer, scaled_sum
+from .promoted import PromotedConsumer, in_order
 from .ring import kept_in_register
 from .tma import TmaProducer
 
@@ -171,7 +171,8 @@ class ScaledConsumer(PromotedConsumer):
         for v, at in self.places(block, part):
             if (column := self.column_of(part, v)) in columns:
                 scale = rows[line_of(v)[0] % len(rows)] * columns[column]
-                view.acc[at] = scaled_sum(view.sums[v], scale, view.acc[at])
+                total, value = view.acc[at], view.sums[v].to(Float32)
+                view.acc[at] = in_order("fma.rn.f32 $0, $1, $2, $3;", value, scale, total)
 
     def column_of(self, part, v):
         """Returns which of `TilePointers.columns` is that of a sum of a piece."""

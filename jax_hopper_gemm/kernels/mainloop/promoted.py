@@ -74,7 +74,7 @@ class PromotedConsumer(SharedConsumer):
     def promote(self, view, block, part, scales):
         """Adds the sums of a piece to the tile's accumulators."""
         for v, at in self.places(block, part):
-            view.acc[at] = _in_order("add.rn.f32 $0, $1, $2;", view.sums[v], view.acc[at])
+            view.acc[at] = in_order("add.rn.f32 $0, $1, $2;", view.sums[v], view.acc[at])
 
     def places(self, block, part):
         """Yields the number of each sum of a piece, and of its accumulator."""
@@ -87,11 +87,7 @@ def _nothing():
     pass
 
 
-def scaled_sum(value, scale, total):
-    return _in_order("fma.rn.f32 $0, $1, $2, $3;", value.to(Float32), scale, total)
-
-
-def _in_order(instruction, *operands):
+def in_order(instruction, *operands):
     """Returns the float32 of an instruction that stays in its place among others and wgmmas.
 
     Else the additions of one piece mix with the products of the next, which then take other
