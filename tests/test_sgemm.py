@@ -148,7 +148,7 @@ def test_large_products_take_large_tiles(a_major, b_major):
     assert spec and (spec.tile_m, spec.tile_n) == (128, 128)
     few = choose(replace(problem, m=64), H200, kernel_only=True).spec
     assert few and few.tile_m == 64
-    assert choose(problem, H200).reason == "XLA's kernels for FMA units are 5 to 10 % faster"
+    assert choose(problem, H200).reason == "XLA's kernels for FMA units are up to 4 % faster"
 
 
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
