@@ -80,10 +80,8 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
         if chosen and problem.simt:
             for tile_m, tile_k, stages in (
                 (128, 8, 4),
-                (128, 8, 6),
-                (128, 16, 3),
-                (128, 32, 3),
-                (256, 16, 4),
+                (128, 16, 4),
+                (256, 8, 6),
             ):
                 spec = replace(chosen, tile_m=tile_m, tile_k=tile_k, num_stages=stages)
                 found[f"{precision} {tile_m}x{spec.tile_n}x{tile_k} {stages} stages"] = spec

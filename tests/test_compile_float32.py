@@ -88,8 +88,23 @@ def test_kernel_compiles_to_chains_of_fused_multiply_adds_and_asynchronous_copie
     vectors = len(re.findall(r"\bLDS\.128", text))
     assert vectors == (spec.tile_k + 1) * (simt.THREAD_M + simt.THREAD_N) // simt.VECTOR
     wide = spec.simt_width == simt.VECTOR
-    assert bool(re.search(r"STG\.E\.128", text)) == wide
+    never = accumulators // simt.VECTOR  # stores that no thread does
+    assert len(re.findall(r"STG\.E\.128", text)) == never * (2 if wide else 1)
+    assert share_of_conflicts(text) < 0.16
     across = "k" != spec.a_major or "k" != spec.b_major
     assert bool(re.search(r"LDGSTS\.E\.BYPASS\.128", text)) == (wide and across)
     along = not wide or "k" in spec.a_major + spec.b_major
     assert bool(re.search(r"LDGSTS\.E \[", text)) == along
+
+
+def share_of_conflicts(text: str) -> float:
+    """Returns which part of FFMAs read two registers of one bank that none before has kept."""
+    operand = r"R(\d+)(\.reuse)?"
+    kept: dict[int, str] = {}
+    conflicts = []
+    for found in re.finditer(rf"FFMA R\d+, {operand}, {operand}, {operand} ", text):
+        read = {place: found[2 * place + 1] for place in range(3)}
+        banks = [int(x) % 2 for x in {x for place, x in read.items() if kept.get(place) != x}]
+        conflicts.append(len(banks) > len(set(banks)))
+        kept = {place: x for place, x in read.items() if found[2 * place + 2]}
+    return sum(conflicts) / len(conflicts)

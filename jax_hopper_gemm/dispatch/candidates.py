@@ -140,10 +140,11 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels of configurations that are legal and `worthwhile`.
 
-    Shared memory is filled alike whichever axis operands lie along, and so it is filled once.
+    Shared memory is filled alike whichever axis operands lie along, but of FMA units, which pad
+    stages, and so it is filled once.
     """
     alike = along_k(problem_type)
-    if problem_type.grouped == "k" or not has_kernels(alike):
+    if problem_type.grouped == "k" or problem_type.simt_width or not has_kernels(alike):
         alike = problem_type
     specs = _filled_specs(tuple(considered), alike)
     a_major, b_major = problem_type.a_major, problem_type.b_major

@@ -87,6 +87,7 @@ class SimtKernel:
         acc = cute.make_rmem_tensor((1, simt.THREAD_M, simt.THREAD_N), Float32)
         acc.fill(0.0)
         self.multiply(a, b, sAB, row, column, args.k_tiles, acc)
+        _hold_in_other_banks(acc, args.k_tiles, args.d.pointer)
         self.store(args.d, e, batch, m + row, n + column, acc)
 
     def source(self, operand, whole, lines, batch, thread, sAB, *, of_b):
@@ -122,16 +123,13 @@ class SimtKernel:
                 for part in source.parts():
                     _copy(source, part, i, i * self.stage_elements, wanted, begins=i == 0)
             cute.arch.cp_async_commit_group()
-        mma = cute.make_tiled_mma(cute.nvgpu.MmaUniversalOp(Float32))
         tCrA = cute.make_rmem_tensor((1, simt.THREAD_M, 2), Float32)
         tCrB = cute.make_rmem_tensor((1, simt.THREAD_N, 2), Float32)
         cute.arch.cp_async_wait_group(ahead - 1)
         cute.arch.barrier()
         self.read(sAB + row, sAB + (self.b_start + column), 0, tCrA, tCrB)
 
-        # What is copied after each k, so that all is under way before the last.
-        parts = [(source, part) for source in (a, b) for part in source.parts()]
-        after = [parts[k :: s.tile_k - 1] for k in range(s.tile_k - 1)]
+        after = self.parts_after(a, b)
         read, write = Int32(0), Int32(ahead * self.stage_elements)
         for i in cutlass.range(k_tiles, unroll=1):
             k_tile = i + ahead
@@ -153,8 +151,26 @@ class SimtKernel:
                 if cutlass.const_expr(k < s.tile_k - 1):
                     for source, part in after[k]:
                         _copy(source, part, k_tile, write, wanted, begins=False)
-                cute.gemm(mma, acc, tCrA[None, None, k % 2], tCrB[None, None, k % 2], acc)
+                for x, y in simt.PRODUCTS:
+                    a_value, b_value = tCrA[0, x, k % 2], tCrB[0, y, k % 2]
+                    acc[0, x, y] = cute.math.fma(a_value, b_value, acc[0, x, y])
             read, write = following, read
+
+    def parts_after(self, a, b):
+        """Returns what is copied after each k but the last, so that all is under way before that.
+
+        Copies of an operand follow one another: before one that does not, ptxas puts three
+        instructions that do nothing.
+        """
+        together, tile_k = simt.COPIES_TOGETHER, self.spec.tile_k
+        groups = []
+        for source in (a, b):
+            parts = [(source, part) for part in source.parts()]
+            groups += [parts[i : i + together] for i in range(0, len(parts), together)]
+        after = [[] for _ in range(tile_k - 1)]
+        for i, group in enumerate(groups):
+            after[i * (tile_k - 1) // len(groups)] += group
+        return after
 
     def read(self, sA, sB, k, tCrA, tCrB):
         """Reads a thread's vectors of one k of a stage."""
@@ -178,6 +194,27 @@ class SimtKernel:
                 beyond = columns[j // VECTOR] + j % VECTOR
                 if (line < extents.m) & (column + beyond < extents.n):
                     _write(at_line + beyond * ITEMSIZE, [acc[0, i, j + x] for x in range(width)])
+
+
+def _hold_in_other_banks(acc, k_tiles, pointer):
+    """Lets ptxas hold a sum in the other bank of registers than the row of A that it is of.
+
+    An FFMA reads its sum and, in the order of `simt.PRODUCTS`, one operand; both from one bank take
+    a cycle more. ptxas chooses the sums' registers by what follows the loop. So stores that no
+    thread does ask for the bank of each, and behind an exclusive or with 0, which ptxas does not
+    know, registers are free for the stores of adjacent columns.
+    """
+    negative = Int32(k_tiles) >> 31  # 0
+    bits = cute.recast_tensor(acc, Int32)
+    for y, x in product(range(simt.THREAD_N), range(0, simt.THREAD_M, VECTOR)):
+        exchanged = [acc[0, x + i, y] for i in (1, 0, 3, 2)]
+        cute.arch.inline_ptx(
+            "{ .reg .pred never; setp.ne.s32 never, {$r0}, 0; "
+            "@never st.global.v4.f32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+            read_only_args=[negative, pointer.toint(), *exchanged],
+        )
+    for i in range(cute.size(bits)):
+        bits[i] = bits[i] ^ negative
 
 
 def _matrix(operand, batch):

@@ -30,7 +30,7 @@ PROGRAM_EXTENTS = ({"m": 256, "n": 128, "k": 64}, {"m": 257, "n": 127, "k": 61})
 
 
 def spec_of(
-    a_major: Major, b_major: Major, width: int, tile: tuple[int, int] = (128, 128), tile_k: int = 16
+    a_major: Major, b_major: Major, width: int, tile: tuple[int, int] = (128, 128), tile_k: int = 8
 ) -> GemmSpec:
     return GemmSpec(
         "float32", "float32", "float32", a_major, b_major, *tile, tile_k, tile_scheduler="single",
@@ -43,7 +43,12 @@ def kernels() -> list[GemmSpec]:
     found = [
         spec_of(*majors, width, tile) for tile in TILES for majors in MAJORS for width in (4, 1)
     ]
-    found += [spec_of("k", "n", 4, tile_k=8), spec_of("m", "k", 1, tile_k=32)]
+    found += [
+        replace(spec_of(*majors, width, tile_k=16), num_stages=4)
+        for majors in MAJORS
+        for width in (4, 1)
+    ]
+    found += [spec_of("m", "k", 1, tile_k=32)]
     return [*found, replace(spec_of("m", "n", 4), num_stages=2)]
 
 
