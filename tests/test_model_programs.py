@@ -39,11 +39,11 @@ FUSED = {"llama": 31, "gemma": 18, "gpt2": 20, "t5": 41, "vit": 21, "mixtral": 1
 # The others are in attention, where heads share keys, and where XLA's product is measured to be
 # faster, or not likely enough to be slower by the fit of its time.
 SHARES = {
-    ("llama", "small"): 0.76, ("llama", "large"): 0.78, ("gemma", "small"): 0.75,
-    ("gemma", "large"): 0.75, ("gpt2", "small"): 0.67, ("gpt2", "large"): 0.84,
-    ("t5", "small"): 0.56, ("t5", "large"): 0.73, ("vit", "small"): 0.58,
-    ("vit", "large"): 0.59, ("mixtral", "small"): 0.93, ("mixtral", "large"): 0.89,
-    ("qwen3", "small"): 0.67, ("qwen3", "large"): 0.83,
+    ("llama", "small"): 0.83, ("llama", "large"): 0.97, ("gemma", "small"): 0.8,
+    ("gemma", "large"): 0.99, ("gpt2", "small"): 0.92, ("gpt2", "large"): 0.99,
+    ("t5", "small"): 0.75, ("t5", "large"): 0.92, ("vit", "small"): 0.8, ("vit", "large"): 0.7,
+    ("mixtral", "small"): 0.89, ("mixtral", "large"): 0.98, ("qwen3", "small"): 0.88,
+    ("qwen3", "large"): 0.78,
 }  # fmt: skip
 # What may be left of a dense model's FLOPs that XLA is not expected to run as fast.
 LARGEST_REST = 0.05
