@@ -32,7 +32,7 @@ from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
-from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.legality import configuration_violations, violations
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.type_legality import type_violations
@@ -325,25 +325,25 @@ def name_of(spec: GemmSpec) -> str:
 def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> list[dict]:
     """Returns up to `wanted` legal choices that hold `fixed`; none if none was found."""
     found = []
-    of_type, drawn = [field for field in choices if field in _TYPE_FIELDS], choices.items()
+    of_type = [field for field in choices if field in _TYPE_FIELDS]
+    # NOTE: numbers are those of `rng.choice`, whose checks would take most of the time.
+    drawn = [(f, values, len(values), len(values).bit_length()) for f, values in choices.items()]
+    bits_of = rng.getrandbits
     for _ in range(_ATTEMPTS):
-        choice = {f: fixed.get(f, values[_below(len(values), rng)]) for f, values in drawn}
+        choice = {}
+        for field, values, count, bits in drawn:
+            while (number := bits_of(bits)) >= count:
+                pass
+            choice[field] = values[number]
+        choice |= fixed
         _settle(choice, fixed)
-        if not _type_is_legal(tuple((field, choice[field]) for field in of_type)):
+        if not _type_is_legal(tuple([(field, choice[field]) for field in of_type])):
             continue
-        if not violations(spec_of(choice)):
+        if not configuration_violations(spec_of(choice)):
             found.append(choice)
             if len(found) == wanted:
                 break
     return found
-
-
-def _below(count: int, rng: random.Random) -> int:
-    """Returns a number below `count`: the one of `rng.choice`, without its checks."""
-    bits = count.bit_length()
-    while (number := rng.getrandbits(bits)) >= count:
-        pass
-    return number
 
 
 @cache
