@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -54,11 +53,11 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    follow = lru_cache(maxsize=1)(partial(Dependences, program))
+    dependences = Dependences(program)
+    search = Regions(dependences)
     kernels = _Launches(equations)
     while True:
-        dependences = follow(frozenset(alone))
-        regions = Regions(dependences, apart, unsummed).regions
+        regions = search.regions
         found = {x: kernels.of(x) for x in regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         refused = [x for x, (_, reason) in found.items() if reason]
@@ -77,6 +76,12 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
                 apart.add(region.products)
             else:
                 alone.update(region.products)
+        if all(region.sums for region in refused):
+            search.leave_sums(unsummed)
+            continue
+        if not all(region.sums or len(region.products) > 1 for region in refused):
+            dependences = Dependences(program, alone)
+        search = Regions(dependences, apart, unsummed)
 
 
 def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any], list[Any]]:
