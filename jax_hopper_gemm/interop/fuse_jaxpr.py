@@ -50,12 +50,12 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         return list(equations), list(results)
     program = Program(*inlined(equations, results))
     equations, results = program.equations, program.results
-    alone: set[int] = set()
+    kernels = _Launches(equations)
+    alone = kernels.absent()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    dependences = Dependences(program)
+    dependences = Dependences(program, alone)
     search = Regions(dependences)
-    kernels = _Launches(equations)
     while True:
         regions = search.regions
         found = {x: kernels.of(x) for x in regions if x.whole}
@@ -136,6 +136,20 @@ class _Launches:
         self._known: dict[Any, tuple[Any, str | None]] = {}  # by content of a region
         self._alike: dict[Any, tuple[dict[str, Any], str | None]] = {}  # by its structure
 
+    def absent(self) -> set[int]:
+        """Returns the numbers of products that no kernel runs, whatever follows them."""
+        runs: dict[Any, bool] = {}  # of products that are alike
+        absent: set[int] = set()
+        for number, equation in enumerate(self._equations):
+            if equation.primitive in PRODUCTS:
+                if (asked := _asked(equation)) not in runs:
+                    request = copied_along_k(request_of(equation))
+                    found = route(request, self._device, kernel_only=True)
+                    runs[asked] = found.path == "hopper"
+                if not runs[asked]:
+                    absent.add(number)
+        return absent
+
     def of(self, region: Region) -> tuple[Any, str | None]:
         """Returns the equation of a region, and why none should stand for it, or None."""
         if (content := region.content) not in self._known:
@@ -152,7 +166,7 @@ class _Launches:
         )  # fmt: skip
         empty = tuple(_empty_rows(self._equations, region, function.invars)) if sizes else ()
         as_stored, again = "columns" in region.sums, [x.aval for x in region.kept]
-        asked = [(id(x.params["product"]), x.ctx, *(y.aval for y in x.invars)) for x in products]
+        asked = map(_asked, products)
         placed = in_place(region, self._equations, len(sizes))
         launch = products[-1].replace(
             primitive=hopper_fused_p,
@@ -169,6 +183,11 @@ class _Launches:
         if alike:
             self._alike[alike] = params, reason
         return launch, reason
+
+
+def _asked(product: Any) -> tuple[Any, ...]:
+    """Returns what tells a product from others of the same program, whatever its operands are."""
+    return (id(product.params["product"]), product.ctx, *(x.aval for x in product.invars))
 
 
 def _params(
