@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..fusion.residuals import variables
-from ..gemm.dtypes import RESULTS
+from ..gemm.dtypes import RESULTS, name_of
 from .kinds import SUMS, Kind, kind_of, meets
 
 
@@ -44,5 +44,5 @@ def converts_sums(equation: Any) -> bool:
     """Whether an equation converts integers, as products are sums of, to floats."""
     if equation.primitive.name != "convert_element_type":
         return False
-    before, after = (x[0].aval.dtype.name for x in (equation.invars, equation.outvars))
+    before, after = (name_of(x[0].aval.dtype) for x in (equation.invars, equation.outvars))
     return before in SUMS and after in RESULTS

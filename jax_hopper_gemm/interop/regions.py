@@ -21,11 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ..gemm.dtypes import QUANTIZED, RESULTS
+from ..gemm.dtypes import QUANTIZED, RESULTS, name_of
 from .dependences import Dependences
 from .kinds import MOVES, Along
 from .region import Region
 from .stored import Stored
+
+WRITTEN = RESULTS + QUANTIZED  # dtypes of what regions compute for others
 
 
 class Regions:
@@ -155,7 +157,7 @@ class Regions:
 
     def _computes(self, region: Region, variable: Any) -> bool:
         """Whether a region can compute a variable: nothing else that it reads comes later."""
-        if variable.aval.dtype.name not in RESULTS + QUANTIZED:
+        if name_of(variable.aval.dtype) not in WRITTEN:
             return False
         depends = self.dependences
         statistics = depends.statistics if self._sums_exponentials(variable) else {}

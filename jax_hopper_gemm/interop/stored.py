@@ -48,6 +48,7 @@ class Stored:
         self.variables: set[Any] = set(dependences.read)
         self.kept: dict[Region, list[Any]] = {}
         self._needs = self._needs_of_all()
+        self._needed: dict[Region, _Needs] = {}  # of these, those by all
         self._find_kept()
 
     def leave(self, left: dict[Any, Region]) -> bool:
@@ -66,12 +67,15 @@ class Stored:
 
     def _find_kept(self) -> None:
         """Finds what each region keeps, the first products first."""
-        needs: dict[Region, _Needs] = defaultdict(_Needs)
-        for found in self._needs.values():
-            _add(needs, found)
-        self.kept = {}
-        for region in sorted(needs, key=lambda region: region.bits):
-            if kept := self._least(region, needs[region]):
+        needed: dict[Region, _Needs] = defaultdict(_Needs)
+        for needs in self._needs.values():
+            _add(needed, needs)
+        if needed == self._needed:
+            self.variables.update(*self.kept.values())
+            return
+        self._needed, self.kept = needed, {}
+        for region in sorted(needed, key=lambda region: region.bits):
+            if kept := self._least(region, needed[region]):
                 self.kept[region] = kept
                 self.variables.update(kept)
 

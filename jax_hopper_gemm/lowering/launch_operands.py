@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import traced
-from ..gemm.dtypes import DTYPES
+from ..gemm.dtypes import DTYPES, name_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .call import CUT, Call
@@ -104,7 +104,7 @@ def epilogue_operands(
     inputs = []
     for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
         value, aval, dtype = call.operands[index], call.avals[index], operand.dtype
-        if aval.dtype.name != dtype:
+        if name_of(aval.dtype) != dtype:
             convert = mlir.lower_fun(lambda x, to=dtype: x.astype(to), multiple_results=False)
             converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
             (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
