@@ -168,20 +168,19 @@ class _Launches:
         as_stored, again = "columns" in region.sums, [x.aval for x in region.kept]
         asked = map(_asked, products)
         placed = in_place(region, self._equations, len(sizes))
+        alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
+        known = self._alike.get(alike) if alike else None
+        params, reason = known or (_params(products, function, empty, as_stored), None)
         launch = products[-1].replace(
             primitive=hopper_fused_p,
+            params={**params, "in_place": placed},
             invars=[lhs, *(x.invars[1] for x in products), *sizes, *region.operands],
             outvars=region.outputs,
         )
-        alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
-        if alike in self._alike:
-            params, reason = self._alike[alike]
-            return launch.replace(params={**params, "in_place": placed}), reason
-        params = _params(products, function, empty, as_stored)
-        launch = launch.replace(params={**params, "in_place": placed})
-        reason = _refusal(self._equations, region, launch, self._device)
-        if alike:
-            self._alike[alike] = params, reason
+        if known is None:
+            reason = _refusal(self._equations, region, launch, self._device)
+            if alike:
+                self._alike[alike] = params, reason
         return launch, reason
 
 

@@ -131,7 +131,7 @@ class Stored:
         needs: dict[Region, _Needs] = defaultdict(_Needs)
         bits = owner.bits if owner else 0
         for number, inputs in self.slice(wanted, owner):
-            by_owner = cones.get(self._equations[number].outvars[0], 0) & bits
+            by_owner = bits and cones.get(self._equations[number].outvars[0], 0) & bits
             for x in inputs:
                 if x in unstored and not (cone := unstored[x]) & bits:
                     need = needs[regions[cone.bit_length() - 1]]
