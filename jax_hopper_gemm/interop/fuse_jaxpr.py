@@ -51,17 +51,16 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     program = Program(*inlined(equations, results))
     equations, results = program.equations, program.results
     kernels = _Launches(equations)
-    alone = kernels.absent()
+    alone = kernels.absent()  # products that take nothing along
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
     dependences = Dependences(program, alone)
     search = Regions(dependences)
     while True:
-        regions = search.regions
-        found = {x: kernels.of(x) for x in regions if x.whole}
+        found = {x: kernels.of(x) for x in search.regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         refused = [x for x, (_, reason) in found.items() if reason]
-        refused += [x for x in regions if not x.whole]
+        refused += [x for x in search.regions if not x.whole]
         if not refused:
             try:
                 ordered = _Order(dependences, launches, results).equations
@@ -79,7 +78,7 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         if all(region.sums for region in refused):
             search.leave_sums(unsummed)
             continue
-        if not all(region.sums or len(region.products) > 1 for region in refused):
+        if alone != dependences.alone:
             dependences = Dependences(program, alone)
         search = Regions(dependences, apart, unsummed)
 
