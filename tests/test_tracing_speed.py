@@ -6,6 +6,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +223,7 @@ def test_leaving_sums_to_xla_gives_what_a_search_without_them_does(monkeypatch, 
     step = jax.value_and_grad(function)
     for program in searched(monkeypatch, step, [arguments(jnp.bfloat16)]):
         dependences = Dependences(program)
-        sums = {
+        sums: set[Any] = {
             (number, along)
             for region in Regions(dependences).regions
             for along in region.sums
