@@ -65,3 +65,27 @@ def test_the_documented_name_is_that_of_a_kernel():
     )  # fmt: skip
     page = Path(__file__).parents[1] / "docs" / "transformations.md"
     assert f"    {spec.name}_l2_tanh_" in page.read_text()
+
+
+def test_equal_launches_have_the_lines_of_their_own_products():
+    def two(x, w):
+        y = jhg.matmul(x, w, epilogue=rows_sum, implementation="hopper")
+        z = jhg.matmul(x * 2, w, epilogue=rows_sum, implementation="hopper")
+        return y, z
+
+    def rows_sum(y):
+        return y.sum(-1)
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 1024))]
+    lowered = jax.jit(two).trace(*args).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text(debug_info=True)
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+
+    def lines(place: str) -> set[int]:
+        found = {int(n) for n in re.findall(rf"{Path(__file__).name}\":(\d+)", place)}
+        return found.union(*(lines(places[x]) for x in re.findall(r"#loc\d+", place)))
+
+    start = two.__code__.co_firstlineno
+    for operation in ("custom_call @jax_hopper", "stablehlo.reduce"):
+        found = [lines(x) for x in re.findall(rf"{operation}.*loc\((#loc\d+)\)", text)]
+        assert [{start + 1, start + 2} & x for x in found] == [{start + 1}, {start + 2}]

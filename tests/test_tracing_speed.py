@@ -6,17 +6,21 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.random_programs import writer_of
 
 from jax_hopper_gemm import accelerate, dispatch, gated_linear_unit, matmul, ragged_dot
 from jax_hopper_gemm.dispatch import model
 from jax_hopper_gemm.fusion import jaxprs, memo
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.interop import fuse_jaxpr, rewrite_jaxpr, wide
+from jax_hopper_gemm.interop.dependences import Dependences
+from jax_hopper_gemm.interop.regions import Regions
 from jax_hopper_gemm.lowering import route
 from jax_hopper_gemm.ops import settled
 from jax_hopper_gemm.primitives import accelerated
@@ -114,6 +118,14 @@ def test_accelerate_weighs_sixteen_equal_layers_as_often_as_two(calls):
     assert set(two) == {"fuse", "make_plan", "choose", "traced"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [layers, accelerated_layers])
+def test_equal_launches_of_a_program_are_emitted_once(calls, program):
+    two, sixteen = calls(program, [(jax.ffi, "ffi_lowering")])
+    assert two == sixteen
+    assert two["ffi_lowering"] > 2
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("raises", [False, True])
 def test_accelerate_pauses_the_garbage_collector_while_jax_traces(monkeypatch, enabled, raises):
@@ -181,6 +193,48 @@ def test_a_region_that_two_rounds_find_is_weighed_once(monkeypatch):
     monkeypatch.setattr(launches, "_weighed", weighing)
     accelerated_layers(4)
     assert weighed and len(set(weighed)) == len(weighed)
+
+
+def searched(monkeypatch, function, arguments):
+    """Returns the programs in which `accelerate` searches for regions."""
+    programs, search = [], fuse_jaxpr.Dependences
+
+    def searching(program, *args):
+        programs.append(program)
+        return search(program, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fuse_jaxpr, "Dependences", searching)
+        jax.jit(accelerate(function)).trace(*arguments)
+    return programs
+
+
+def test_a_product_without_a_kernel_is_known_before_the_search(monkeypatch):
+    def program(x, w, bias):
+        return jnp.einsum("mab,bna->mn", x, w) + bias
+
+    shapes = (64, 64, 8), (8, 64, 64), (64,)
+    assert len(searched(monkeypatch, program, [jnp.ones(x, jnp.bfloat16) for x in shapes])) == 1
+
+
+@pytest.mark.parametrize("seed", [5, 16, 23, 51, 71])
+def test_leaving_sums_to_xla_gives_what_a_search_without_them_does(monkeypatch, seed):
+    function, arguments = writer_of(seed)
+    step = jax.value_and_grad(function)
+    for program in searched(monkeypatch, step, [arguments(jnp.bfloat16)]):
+        dependences = Dependences(program)
+        sums: set[Any] = {
+            (number, along)
+            for region in Regions(dependences).regions
+            for along in region.sums
+            for number in region.products
+        }
+        assert sums
+        for left in [{x} for x in sums] + [sums]:
+            again, anew = Regions(dependences), Regions(dependences, unsummed=left)
+            again.leave_sums(left)
+            for x, y in zip(again.regions, anew.regions, strict=True):
+                assert (x.content, x.whole) == (y.content, y.whole)
 
 
 def test_a_kernel_is_chosen_once_for_a_problem(monkeypatch):

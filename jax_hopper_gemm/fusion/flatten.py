@@ -42,8 +42,10 @@ class Constant:
     value: Any  # a NumPy scalar
 
     @property
-    def array(self) -> np.ndarray:
-        return np.broadcast_to(np.asarray(self.value, self.dtype), self.shape)
+    def array(self) -> Any:
+        """The array; in a trace an operation, since programs that hold arrays are traced anew."""
+        value = np.asarray(self.value, self.dtype)
+        return lax.broadcast(value, self.shape) if self.shape else value
 
 
 Atom = Variable | Constant

@@ -79,6 +79,16 @@ def spliced(equation: Any, closed: ClosedJaxpr, source: bool = True) -> list[Any
     ]
 
 
+def without_lines(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a function whose equations have no lines of source, to be lowered in many places."""
+    infos = [equation.source_info for equation in closed.jaxpr.eqns]
+    equations = [
+        equation.replace(source_info=type(info)(None, info.name_stack))
+        for equation, info in zip(closed.jaxpr.eqns, infos, strict=True)
+    ]
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
+
+
 def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> ClosedJaxpr:
     """Returns the jaxpr of a function of arrays and parameters: one for equal arguments."""
     return _traced_once(function, avals, tuple(params), *params.values())

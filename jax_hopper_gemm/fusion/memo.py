@@ -63,10 +63,11 @@ def memoised(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        if any(getattr(x, "consts", ()) for x in args):
-            return function(*args)
+        for x in args:
+            if getattr(x, "consts", ()):
+                return function(*args)
         remembered = _context(_KEY).memory_of(function)
-        return remembered(*(tuple(x) if isinstance(x, list) else x for x in args))
+        return remembered(*[tuple(x) if isinstance(x, list) else x for x in args])
 
     return cast(Function, call)
 

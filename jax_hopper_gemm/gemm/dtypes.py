@@ -6,7 +6,8 @@ Names are NumPy's. A dtype that is not here is XLA's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 # operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers
 # that it casts to 8 bits. sum: the same, of accumulators as they are. weight: an operand beside one
@@ -15,6 +16,12 @@ from typing import Literal
 Role = Literal["operand", "result", "quantized", "sum", "weight", "epilogue", "index"]
 
 MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
+
+
+@cache
+def name_of(dtype: Any) -> str:
+    """Returns the name of a dtype of NumPy, which itself takes 1 to 4 us to spell it."""
+    return dtype.name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..fusion.jaxprs import spliced, traced_once
-from ..gemm.dtypes import DTYPES, HALVES
+from ..gemm.dtypes import DTYPES, HALVES, name_of
 
 _ROUNDED = {DTYPES[name].algorithm: name for name in HALVES}
 
@@ -35,7 +35,9 @@ def _rounds(equation: Any) -> str | None:
     if equation.primitive is not lax.dot_general_p:
         return None
     dtype = _ROUNDED.get(getattr(equation.params["precision"], "name", ""))
-    names = {x.aval.dtype.name for x in equation.invars}
+    if dtype is None:
+        return None
+    names = {name_of(x.aval.dtype) for x in equation.invars}
     return dtype if "float32" in names <= {"float32", dtype} else None
 
 

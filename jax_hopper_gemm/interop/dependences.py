@@ -21,6 +21,7 @@ class Dependences:
       alone: numbers of products that stay without a region.
 
     Attributes:
+      program, alone: as given.
       kinds: of the equations; "other" are those that no region computes.
       makers: by variable that a region may compute, the number of its equation.
       products: numbers of the equations that are products, by bit.
@@ -33,7 +34,7 @@ class Dependences:
     """
 
     def __init__(self, program: Program, alone: Iterable[int] = ()):
-        self.program, self._alone = program, frozenset(alone)
+        self.program, self.alone = program, frozenset(alone)
         self.kinds: list[Kind] = []
         self.makers: dict[Any, int] = {}
         self.products: list[int] = []
@@ -52,7 +53,7 @@ class Dependences:
         equation, inputs = self.program.equations[number], self.program.inputs[number]
         if kind == "other" and self._converts_product(number):
             kind = "elementwise"
-        if kind == "product" and number in self._alone:
+        if kind == "product" and number in self.alone:
             kind = "other"
         depends = cone = statistics = 0
         for x in inputs:

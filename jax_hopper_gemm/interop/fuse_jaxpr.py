@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -51,18 +50,17 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         return list(equations), list(results)
     program = Program(*inlined(equations, results))
     equations, results = program.equations, program.results
-    alone: set[int] = set()
+    kernels = _Launches(equations)
+    alone = kernels.absent()  # products that take nothing along
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    follow = lru_cache(maxsize=1)(partial(Dependences, program))
-    kernels = _Launches(equations)
+    dependences = Dependences(program, alone)
+    search = Regions(dependences)
     while True:
-        dependences = follow(frozenset(alone))
-        regions = Regions(dependences, apart, unsummed).regions
-        found = {x: kernels.of(x) for x in regions if x.whole}
+        found = {x: kernels.of(x) for x in search.regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         refused = [x for x, (_, reason) in found.items() if reason]
-        refused += [x for x in regions if not x.whole]
+        refused += [x for x in search.regions if not x.whole]
         if not refused:
             try:
                 ordered = _Order(dependences, launches, results).equations
@@ -77,6 +75,12 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
                 apart.add(region.products)
             else:
                 alone.update(region.products)
+        if all(region.sums for region in refused):
+            search.leave_sums(unsummed)
+            continue
+        if alone != dependences.alone:
+            dependences = Dependences(program, alone)
+        search = Regions(dependences, apart, unsummed)
 
 
 def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -131,6 +135,20 @@ class _Launches:
         self._known: dict[Any, tuple[Any, str | None]] = {}  # by content of a region
         self._alike: dict[Any, tuple[dict[str, Any], str | None]] = {}  # by its structure
 
+    def absent(self) -> set[int]:
+        """Returns the numbers of products that no kernel runs, whatever follows them."""
+        runs: dict[Any, bool] = {}  # of products that are alike
+        absent: set[int] = set()
+        for number, equation in enumerate(self._equations):
+            if equation.primitive in PRODUCTS:
+                if (asked := _asked(equation)) not in runs:
+                    request = copied_along_k(request_of(equation))
+                    found = route(request, self._device, kernel_only=True)
+                    runs[asked] = found.path == "hopper"
+                if not runs[asked]:
+                    absent.add(number)
+        return absent
+
     def of(self, region: Region) -> tuple[Any, str | None]:
         """Returns the equation of a region, and why none should stand for it, or None."""
         if (content := region.content) not in self._known:
@@ -147,23 +165,27 @@ class _Launches:
         )  # fmt: skip
         empty = tuple(_empty_rows(self._equations, region, function.invars)) if sizes else ()
         as_stored, again = "columns" in region.sums, [x.aval for x in region.kept]
-        asked = [(id(x.params["product"]), x.ctx, *(y.aval for y in x.invars)) for x in products]
+        asked = map(_asked, products)
         placed = in_place(region, self._equations, len(sizes))
+        alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
+        known = self._alike.get(alike) if alike else None
+        params, reason = known or (_params(products, function, empty, as_stored), None)
         launch = products[-1].replace(
             primitive=hopper_fused_p,
+            params={**params, "in_place": placed},
             invars=[lhs, *(x.invars[1] for x in products), *sizes, *region.operands],
             outvars=region.outputs,
         )
-        alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
-        if alike in self._alike:
-            params, reason = self._alike[alike]
-            return launch.replace(params={**params, "in_place": placed}), reason
-        params = _params(products, function, empty, as_stored)
-        launch = launch.replace(params={**params, "in_place": placed})
-        reason = _refusal(self._equations, region, launch, self._device)
-        if alike:
-            self._alike[alike] = params, reason
+        if known is None:
+            reason = _refusal(self._equations, region, launch, self._device)
+            if alike:
+                self._alike[alike] = params, reason
         return launch, reason
+
+
+def _asked(product: Any) -> tuple[Any, ...]:
+    """Returns what tells a product from others of the same program, whatever its operands are."""
+    return (id(product.params["product"]), product.ctx, *(x.aval for x in product.invars))
 
 
 def _params(

@@ -9,7 +9,7 @@ from typing import Literal as OneOf
 from jax import numpy as jnp
 
 from ..fusion.op_table import covered
-from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, names
+from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, name_of, names
 from ..primitives.dot import hopper_dot_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 
@@ -42,7 +42,7 @@ def kind_of(equation: Any) -> Kind:
     """Returns what an equation is to a kernel."""
     name = equation.primitive.name
     if equation.primitive in PRODUCTS:
-        return "product" if equation.outvars[0].aval.dtype.name in RESULTS + SUMS else "other"
+        return "product" if name_of(equation.outvars[0].aval.dtype) in RESULTS + SUMS else "other"
     if equation.effects or len(equation.outvars) != 1:
         return "other"
     avals = [x.aval for x in (*equation.invars, *equation.outvars)]

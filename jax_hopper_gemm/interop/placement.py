@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,8 @@ def in_place(region: Region, equations: Sequence[Any], first: int) -> tuple[int 
       equations: of the program.
       first: the number of the region's first operand among those of its kernel.
     """
+    if not region.last_read:
+        return ()
     made_of: dict[Any, set[Any]] = {x: {x} for x in region.last_read}
     for number in region.equations:
         inputs, outputs = variables(equations[number].invars), equations[number].outvars
@@ -61,12 +63,12 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
     readers: dict[Any, list[int]] = {
         equations[i].invars[number]: [] for i, numbers in updates.items() for number in numbers
     }
-    makers: dict[Any, int] = {}
-    inputs = [variables(equation.invars) for equation in equations]
-    for i, equation in enumerate(equations):
-        for x in readers.keys() & inputs[i]:
-            readers[x].append(i)
-        makers.update(dict.fromkeys(equation.outvars, i))
+    makers = {x: i for i, equation in enumerate(equations) for x in equation.outvars}
+    inputs = [dict.fromkeys(variables(equation.invars)) for equation in equations]
+    for i, found in enumerate(inputs):
+        for x in found:
+            if x in readers:
+                readers[x].append(i)
     depends = _dependence(equations, inputs, {*updates, *chain(*readers.values())})
     waits: dict[int, dict[int, list[int]]] = {}  # by update and input, the readers to wait for
     for i, numbers in updates.items():
@@ -81,7 +83,7 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
 
 
 def _dependence(
-    equations: Sequence[Any], inputs: Sequence[Sequence[Any]], among: set[int]
+    equations: Sequence[Any], inputs: Sequence[Iterable[Any]], among: set[int]
 ) -> Callable[[int, int], bool]:
     """Returns a function that says whether an equation depends on another one of these, `among`."""
     bits = {number: 1 << i for i, number in enumerate(sorted(among))}
@@ -96,7 +98,8 @@ def _dependence(
             found[i] = mask
             mask |= bits[i]
         if mask:
-            of.update(dict.fromkeys(equation.outvars, mask))
+            for x in equation.outvars:
+                of[x] = mask
     return lambda one, other: bool(found[one] & bits[other])
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..fusion.residuals import variables
-from ..gemm.dtypes import RESULTS
+from ..gemm.dtypes import RESULTS, name_of
 from .kinds import SUMS, Kind, kind_of, meets
 
 
@@ -36,13 +36,14 @@ class Program:
         equation, inputs = self.equations[number], self.inputs[number]
         if self.kinds[number] not in ("elementwise", "layout") and not converts_sums(equation):
             return ()
-        met = tuple(x for x in inputs if meets(x, equation))
-        return inputs if len(met) == len(inputs) else met
+        shape = equation.outvars[0].aval.shape
+        met = [x for x in inputs if x.aval.shape == shape or meets(x, equation)]
+        return inputs if len(met) == len(inputs) else tuple(met)
 
 
 def converts_sums(equation: Any) -> bool:
     """Whether an equation converts integers, as products are sums of, to floats."""
     if equation.primitive.name != "convert_element_type":
         return False
-    before, after = (x[0].aval.dtype.name for x in (equation.invars, equation.outvars))
+    before, after = (name_of(x[0].aval.dtype) for x in (equation.invars, equation.outvars))
     return before in SUMS and after in RESULTS

@@ -17,15 +17,17 @@ each row, as those of a softmax: its largest number and the sum of exp(x - large
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ..gemm.dtypes import QUANTIZED, RESULTS
+from ..gemm.dtypes import QUANTIZED, RESULTS, name_of
 from .dependences import Dependences
 from .kinds import MOVES, Along
 from .region import Region
 from .stored import Stored
+
+WRITTEN = RESULTS + QUANTIZED  # dtypes of what regions compute for others
 
 
 class Regions:
@@ -46,13 +48,23 @@ class Regions:
         self.dependences, self._program = dependences, dependences.program
         self._apart, self._unsummed = set(apart), set(unsummed)
         self._by_bit = self._paired()
-        self._owners: dict[Any, Region] = {}
-        self._give_owners()
+        self._owners = self._given_owners()
         self._stored = Stored(dependences, self._by_bit, self._owners)
-        for region, kept in self._stored.kept.items():
-            region.kept = kept
-        self.regions = [x for x in dict.fromkeys(self._by_bit.values()) if self._complete(x)]
-        self._find_last_read()
+        self.regions: list[Region] = []
+        self._complete(self._by_bit.values())
+
+    def leave_sums(self, unsummed: Iterable[tuple[int, Along]]) -> None:
+        """Leaves to XLA what regions of these products reduce along these axes.
+
+        All is then as if these had been `unsummed` from the first; what that does not change stays.
+        """
+        self._unsummed.update(unsummed)
+        sums = ((x, owner) for x, owner in self._owners.items() if self.dependences.reduces(x))
+        left = {x: owner for x, owner in sums if self._owner(x) is None}
+        for x in left:
+            del self._owners[x]
+        everything_moves = self._stored.leave(left)
+        self._complete(self._by_bit.values() if everything_moves else left.values())
 
     # Gates, and owners.
 
@@ -90,18 +102,15 @@ class Regions:
             and not self.dependences.of.get(up, 0) & region.bits
         )
 
-    def _give_owners(self) -> None:
+    def _given_owners(self) -> dict[Any, Region]:
+        """Returns, by variable that is read, the region that stores it; XLA computes the others."""
         in_passing = self._found_in_passing()
-        for variable in self.dependences.read:
-            if variable in in_passing:
-                continue
-            for region in self._candidates(variable):
-                if self._computes(region, variable):
-                    self._owners[variable] = region
-                    region.outputs.append(variable)
-                    if along := self.dependences.reduces(variable):
-                        region.sums.add(along)
-                    break
+        owners = {x: self._owner(x) for x in self.dependences.read if x not in in_passing}
+        return {x: region for x, region in owners.items() if region}
+
+    def _owner(self, variable: Any) -> Region | None:
+        candidates = self._candidates(variable)
+        return next((x for x in candidates if self._computes(x, variable)), None)
 
     def _found_in_passing(self) -> set[Any]:
         """Returns statistics of rows that XLA finds in the one pass that needs them.
@@ -148,7 +157,7 @@ class Regions:
 
     def _computes(self, region: Region, variable: Any) -> bool:
         """Whether a region can compute a variable: nothing else that it reads comes later."""
-        if variable.aval.dtype.name not in RESULTS + QUANTIZED:
+        if name_of(variable.aval.dtype) not in WRITTEN:
             return False
         depends = self.dependences
         statistics = depends.statistics if self._sums_exponentials(variable) else {}
@@ -179,9 +188,22 @@ class Regions:
 
     # The whole of each region.
 
-    def _complete(self, region: Region) -> bool:
-        """Fills a region in; False if there is nothing but a product."""
-        region.outputs += [x for x in region.kept if x not in region.outputs]
+    def _complete(self, changed: Iterable[Region]) -> None:
+        """Fills regions in, and finds which are more than a product."""
+        owned: dict[Region, list[Any]] = {x: [] for x in changed}
+        for variable, region in self._owners.items():
+            if region in owned:
+                owned[region].append(variable)
+        found = {x for x in self.regions if x not in owned}
+        found.update(x for x in owned if self._fill(x, owned[x]))
+        self.regions = [x for x in dict.fromkeys(self._by_bit.values()) if x in found]
+        self._find_last_read()
+
+    def _fill(self, region: Region, owned: Sequence[Any]) -> bool:
+        """Fills in a region, which owns these variables; False if it has nothing but a product."""
+        region.kept = self._stored.kept.get(region, [])
+        region.outputs = [*owned, *(x for x in region.kept if x not in owned)]
+        region.sums = {along for x in owned if (along := self.dependences.reduces(x))}
         if not region.outputs:
             return False
         equations, stored, depends = self._program.equations, self._stored, self.dependences
@@ -204,6 +226,7 @@ class Regions:
             within = Counter(x for number in region.equations for x in inputs_of[number])
             updates = not results.isdisjoint(region.outputs)
             multiplied = {x for number in region.products for x in inputs_of[number]}
+            region.last_read = set()
             # NOTE: a kernel reads what it multiplies until its last tile is stored.
             for x in [x for x in region.operands if x not in multiplied]:
                 last = self._program.uses[x] == within[x] if x in self._program.makers else updates

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from ..fusion.jaxprs import ClosedJaxpr
+from ..fusion.jaxprs import ClosedJaxpr, traced, without_lines
 from ..fusion.memo import memoised
 from ..gemm.grid import result_shapes
 from ..gemm.problem import GemmProblem
@@ -37,8 +39,15 @@ from .call import (
     Call,
 )
 from .devices import devices_of, with_partitions
-from .finish import finishing
-from .launch_operands import epilogue_operands, factors, integers, overwritten_results, scales
+from .finish import finished_results
+from .launch_operands import (
+    epilogue_operands,
+    factors,
+    integers,
+    overwriting_results,
+    overwritten,
+    scales,
+)
 from .register import lower_jaxpr
 from .route import Request, Route
 
@@ -79,55 +88,88 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     """Emits the FFI call, everything row-major, and what XLA does with its results.
 
     In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix; out
-    come its results and the workspaces.
+    come its results and the workspaces. Of a program's equal launches JAX copies the first one.
     """
-    assert route.gemm and route.spec and route.plan
-    inputs, aliases = factors(ctx, call, route), {}
-    outputs = list(ctx.avals_out)
-    function, finish = call.request.function, None
+    assert route.gemm and route.spec
+    request, inputs = call.request, factors(ctx, call, route)
     if route.fusion:
-        outputs, finish = _written_and_finished(function, call.request, route, call.avals)
-        operands = epilogue_operands(ctx, call, route)
-        overwritten = overwritten_results(call, route, outputs)
-        aliases = {len(inputs) + place: number for place, number in overwritten.items()}
-        inputs += operands
+        inputs += epilogue_operands(ctx, call, route)
     values, avals = zip(*inputs, *integers(call), *scales(ctx, call, route), strict=True)
-    attributes, workspaces = _launch_of(route)
-    results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
-        ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
-        *values,
-        **attributes,
-    )
-    results = list[Any](results)[: len(outputs)]
-    if finish is None:
-        if call.request.blocks or call.request.k_group or route.gemm.padded:
-            return mark_options(call, results)
-        problem = route.gemm.problem
-        _mark_product(results[0].owner, call.request, problem, swap_ab=route.gemm.swap_ab)
-        return mark_options(call, results)
-    context = ctx.replace(avals_in=finish.in_avals)
-    return list(lower_jaxpr(context, finish, *results, *call.operands))
+    outputs = None if route.fusion else tuple(ctx.avals_out)
+    launch = _launch(
+        request.function, request, route, avals, outputs, call.avals, overwritten(call),
+        getattr(ctx.primitive, "name", "launch"),
+    )  # fmt: skip
+    operands = call.operands if route.fusion else ()
+    context = ctx.replace(avals_in=launch.in_avals)
+    results = list(lower_jaxpr(context, launch, *values, *operands, lines=ctx.traceback))
+    if route.fusion:
+        return results
+    if not (request.blocks or request.k_group or route.gemm.padded):
+        _mark_product(results[0].owner, request, route.gemm.problem, swap_ab=route.gemm.swap_ab)
+    return mark_options(call, results)
 
 
 @memoised
-def _launch_of(route: Route) -> tuple[dict[str, Any], list[ShapedArray]]:
-    """Returns the attributes of a route's launch, and its workspaces."""
+def _launch(
+    function: ClosedJaxpr | None,
+    request: Request,
+    route: Route,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any] | None,
+    avals: Sequence[Any],
+    in_place: Sequence[int | None],
+    name: str,
+) -> ClosedJaxpr:
+    """Returns a launch and what XLA does with its results as a program, without lines of source.
+
+    Args:
+      function: the request's.
+      inputs: of the launch.
+      outputs: of the launch; None: those of the epilogue's graph.
+      avals: of the function's operands.
+      in_place: as in `Call`, without those that nothing may overwrite.
+      name: of the launch in profiles.
+    """
+    assert route.plan
+    aliases: dict[int, int] = {}
+    if outputs is None:
+        assert function
+        written = _written(request, route)
+        outputs = [_varying_like(function.in_avals[0], x) for x in written]
+        first = 1 + request.num_b  # of the epilogue's operands
+        found = overwriting_results(avals, in_place, route, outputs)
+        aliases = {first + place: number for place, number in found.items()}
+    workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
+    outs = (*outputs, *workspaces)
+
+    def program(*arrays: Any) -> list[Any]:
+        launched, operands = arrays[: len(inputs)], arrays[len(inputs) :]
+        found = _named(name).bind(*launched, route=route, aliases=tuple(aliases.items()), outs=outs)
+        found = found[: len(outputs)]
+        return finished_results(request, route, *found, *operands) if route.fusion else found
+
+    return without_lines(traced(program, *inputs, *(avals if route.fusion else ())))
+
+
+@cache
+def _named(name: str) -> Primitive:
+    """Returns the primitive of a launch that profiles show by this name."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, outs, **__: list(outs))
+    mlir.register_lowering(primitive, _lower_launch)
+    return primitive
+
+
+def _lower_launch(
+    ctx: mlir.LoweringRuleContext, *values: Any, route: Route, aliases: Any, outs: Any
+) -> Any:
     assert route.gemm and route.spec and route.plan
     attributes = product_attributes(route.gemm.problem, route.spec, route.plan)
-    return attributes, [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
-
-
-@memoised
-def _written_and_finished(
-    function: ClosedJaxpr, request: Request, route: Route, avals: Sequence[Any]
-) -> tuple[list[ShapedArray], ClosedJaxpr]:
-    """Returns the arrays that a kernel writes, and what XLA does with them and with `avals`.
-
-    The function is the request's.
-    """
-    outputs = _written(request, route)
-    varying = [_varying_like(function.in_avals[0], x) for x in outputs]
-    return outputs, finishing(function, request, route, [*varying, *avals])
+    return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(
+        ctx, *values, **attributes
+    )
 
 
 def _mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool) -> None:

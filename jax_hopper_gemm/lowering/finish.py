@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,16 +10,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..gemm.epilogue_graph import Result
 from .route import Request, Route
-
-
-def finishing(
-    function: ClosedJaxpr, request: Request, route: Route, avals: Sequence[Any]
-) -> ClosedJaxpr:
-    """Returns how XLA finishes what the kernel wrote; `function` is the request's."""
-    return traced(partial(finished_results, request, route), *avals)
 
 
 def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list[jax.Array]:

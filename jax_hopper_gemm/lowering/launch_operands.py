@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import traced
-from ..gemm.dtypes import DTYPES
+from ..gemm.dtypes import DTYPES, name_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .call import CUT, Call
@@ -104,7 +104,7 @@ def epilogue_operands(
     inputs = []
     for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
         value, aval, dtype = call.operands[index], call.avals[index], operand.dtype
-        if aval.dtype.name != dtype:
+        if name_of(aval.dtype) != dtype:
             convert = mlir.lower_fun(lambda x, to=dtype: x.astype(to), multiple_results=False)
             converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
             (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
@@ -113,22 +113,41 @@ def epilogue_operands(
     return inputs
 
 
-def overwritten_results(call: Call, route: Route, results: Sequence[ShapedArray]) -> dict[int, int]:
-    """Returns for operands of the epilogue the number of the result that takes their memory.
+def overwritten(call: Call) -> tuple[int | None, ...]:
+    """Returns the `in_place` of a call without operands that must stay as they are.
 
     XLA copies an operand that is read later, also what the caller of the program keeps. So nothing
     of the caller's is taken that is not donated, nor what is multiplied: tiles read it to the end.
+    """
+
+    def stays(value: ir.Value) -> bool:
+        return _kept(value) or any(value == x for x in call.values)
+
+    return tuple(None if x is None or stays(call.operands[x]) else x for x in call.in_place)
+
+
+def overwriting_results(
+    avals: Sequence[Any],
+    in_place: Sequence[int | None],
+    route: Route,
+    results: Sequence[ShapedArray],
+) -> dict[int, int]:
+    """Returns for operands of the epilogue the number of the result that takes their memory.
+
+    Args:
+      avals: of the function's operands.
+      in_place: for the function's first results, which of these it takes.
+      results: that the kernel writes.
     """
     assert route.fusion
     overwritten: dict[int, int] = {}
     pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
     for place, (index, operand) in enumerate(pairs):
-        value = call.operands[index]
-        if index not in call.in_place or _kept(value) or any(value == x for x in call.values):
+        if index not in in_place:
             continue
-        number = call.in_place.index(index)
+        number = in_place.index(index)
         if operand.kind == "matrix" and number < len(results):
-            aval, result = call.avals[index], results[number]
+            aval, result = avals[index], results[number]
             if (aval.shape, aval.dtype) == (result.shape, result.dtype):
                 overwritten[place] = number
     return overwritten

@@ -102,8 +102,14 @@ def lower_fun_once(function: Callable[..., Any]) -> Any:
     return lower
 
 
-def lower_jaxpr(ctx: mlir.LoweringRuleContext, closed: ClosedJaxpr, *values: Any) -> Any:
-    """Emits the operations of a jaxpr where the program stands."""
+def lower_jaxpr(
+    ctx: mlir.LoweringRuleContext, closed: ClosedJaxpr, *values: Any, lines: Any = None
+) -> Any:
+    """Emits the operations of a jaxpr where the program stands.
+
+    Args:
+      lines: of source, a traceback, around those of the jaxpr.
+    """
     jaxpr: Any = closed.jaxpr
     if closed.consts or jaxpr.effects or getattr(jaxpr, "is_high", False):
         return mlir.lower_fun(jaxpr_as_fun(closed))(ctx, *values)
@@ -114,7 +120,7 @@ def lower_jaxpr(ctx: mlir.LoweringRuleContext, closed: ClosedJaxpr, *values: Any
     results, tokens = mlir.jaxpr_subcomp(
         module if ctx.platforms is None else module.replace(platforms=ctx.platforms),
         jaxpr, ctx.name_stack, ctx.tokens_in, (), *values, dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering, outer_traceback=None,
+        const_lowering=ctx.const_lowering, outer_traceback=lines,
     )  # fmt: skip
     ctx.set_tokens_out(tokens)
     return results

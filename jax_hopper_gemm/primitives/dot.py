@@ -22,6 +22,7 @@ from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from .. import sharding
+from ..gemm.dtypes import name_of
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
@@ -139,8 +140,8 @@ _lower_to_xla = lower_fun_once(reference_dot)
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
     (lhs, rhs), (out,) = avals, out_avals
     return Request(
-        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name, out.dtype.name,
-        product.options,
+        product.subscripts, lhs.shape, name_of(lhs.dtype), rhs.shape, name_of(rhs.dtype),
+        name_of(out.dtype), product.options,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from jax.interpreters import mlir
 
 from .. import sharding
 from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..gemm.dtypes import name_of
 from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..lowering.call import Call
@@ -34,8 +35,8 @@ def request_of(
     """Returns what a `hopper_fused_p` of these abstract values asks for."""
     lhs, right, *_ = avals
     request = Request(
-        product.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
-        out_avals[0].dtype.name, product.options, num_b, jaxpr,
+        product.subscripts, lhs.shape, name_of(lhs.dtype), right.shape, name_of(right.dtype),
+        name_of(out_avals[0].dtype), product.options, num_b, jaxpr,
     )  # fmt: skip
     if (groups := product.groups) is None:
         return request
