@@ -6,7 +6,7 @@ Names are NumPy's. A dtype that is not here is XLA's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal
 
 # operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers
@@ -18,7 +18,7 @@ Role = Literal["operand", "result", "quantized", "sum", "weight", "epilogue", "i
 MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
 
 
-@cache
+@lru_cache(maxsize=256)
 def name_of(dtype: Any) -> str:
     """Returns the name of a dtype of NumPy, which itself takes 1 to 4 us to spell it."""
     return dtype.name

@@ -114,11 +114,13 @@ class ByRecipe:
         Args:
           columns: which operand, 0 or 1, the result's columns are of.
         """
-        found = [self.recipe.format(role) for role in self.roles]
+        lhs, rhs = map(self.recipe.format, self.roles)
+        if lhs is None or rhs is None:
+            return None
+        found = [lhs, rhs]
         if "weights" not in self.roles and isinstance(self.recipe, BlockScaling):
             found[columns] = replace(found[columns], rows=self.recipe.gradient_columns)
-        lhs, rhs = found
-        return (lhs, rhs) if lhs and rhs else None
+        return found[0], found[1]
 
     @property
     def promoted(self) -> bool:
