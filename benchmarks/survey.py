@@ -47,7 +47,7 @@ from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.model import best_kernel, xla_time
-from jax_hopper_gemm.dispatch.table import Entry, Key
+from jax_hopper_gemm.dispatch.table import Entry
 from jax_hopper_gemm.dispatch.tuner import Candidate
 from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem
@@ -200,9 +200,7 @@ def survey(problem: GemmProblem, chosen: Sequence[Candidate], rounds: int) -> di
 
 def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
     device, start = benchmark.this_device(), time.monotonic()
-    known = table.Table.of(device, (), "")
-    if arguments.table and arguments.table.exists():
-        known = table.read_table(arguments.table)
+    known = arguments.table and table.read_or_start(arguments.table, device, "--table")
     numbers: dict[str, int] = {}  # of kernels, by name
     rows: list[dict[str, Any]] = []
     entries: list[Entry] = []
@@ -232,28 +230,20 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
             row: dict[str, Any] = {x: getattr(problem, x) for x in ("m", "n", "k")}
             row |= {"a_major": problem.a.major, "b_major": problem.b.major}
             row["xla_us"] = round(times.pop("xla"), 2)
-            entries.append(entry(problem, kernels, times, row["xla_us"]))
             row["kernels"] = [numbers.setdefault(name, len(numbers)) for name in times]
             row["us"] = [round(us, 2) for us in times.values()]
             rows.append(row)
+            fastest = min(kernels, key=lambda kernel: times[kernel[0].name])
+            entries.append(tuner.entry_of(problem, fastest, min(row["us"]), row["xla_us"]))
             ours = times[kernels[0][0].name]
             print(
                 f"{what} XLA {row['xla_us']} us, ours {ours:.1f}, best {min(row['us'])}", flush=True
             )
         if arguments.json:
             write(arguments.json, list(numbers), rows)
-        if arguments.table:
+        if known:
             table.write_table(tuner.merged_table(known, entries), arguments.table)
     print(f"{len(rows)} of {len(problems)} products in {time.monotonic() - start:.0f} s")
-
-
-def entry(
-    problem: GemmProblem, kernels: Sequence[Candidate], times: dict[str, float], xla_us: float
-) -> Entry:
-    """Returns the entry of a table that such times make."""
-    fastest = min(kernels, key=lambda kernel: times[kernel[0].name])
-    us = round(times[fastest[0].name], 2)
-    return Entry(Key.of(problem), "kernel" if us <= xla_us else "xla", *fastest, us, xla_us)
 
 
 def compiled(found: Callable | Exception) -> Callable:

@@ -59,7 +59,7 @@ def command(
     check_file(out, "--out")
     device = benchmark.this_device()
     ffi_library.library()  # launches the candidates
-    tuned, entries = read_or_start(out, device), []
+    tuned, entries = table.read_or_start(out, device, "--out"), []
     for problem in problems:
         candidates = tuner.ranked_candidates(problem, device, count)
         cubin.build([spec for spec, _ in candidates])
@@ -82,22 +82,6 @@ def build_candidates(problems: list[GemmProblem], count: int, folder: Path) -> d
         raise CommandError(f"there is no candidate to build: {reason}")
     make_folder(folder, "--build-only")
     return built(cubin.build(list(dict.fromkeys(specs)), folder=folder), folder)
-
-
-def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
-    """Returns the table at `path`, or an empty one.
-
-    Raises:
-      ValueError: the table is for another kind of GPU, or damaged.
-    """
-    if not path.exists():
-        return table.Table.of(device, (), str(path))
-    existing = table.read_table(path)
-    if existing.device != device:
-        raise ValueError(
-            f"{path} is for {existing.device.key}, this GPU is {device.key}: choose another --out"
-        )
-    return existing
 
 
 def timers(

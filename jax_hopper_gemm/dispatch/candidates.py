@@ -132,7 +132,7 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if problem_type.promoted:
         configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
         # While a warpgroup promotes its sums another one must multiply.
-        return tuple(c for c in configs if c.warp_schedule != "pingpong")
+        return tuple(dict.fromkeys(c for c in configs if c.warp_schedule != "pingpong"))
     dense = problem_type.grouped is None and problem_type.a_dtype in HALVES
     return configs + HALVES_CONFIGS if dense else configs
 

@@ -203,10 +203,9 @@ PROMOTED_CONFIGS = (
     Config(128, 160, cluster_m=2),
 )
 
-# Where groups along K differ in their k-tiles; and tiles for a scale of each column.
+# The same where groups along K differ in their k-tiles.
 PROMOTED_K_CONFIGS = (
     Config(192, 128, cluster_n=2, tile_scheduler="dynamic"),
-    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(128, 192, cluster_m=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, tile_scheduler="dynamic"),
 )

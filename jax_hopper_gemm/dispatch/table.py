@@ -174,6 +174,23 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     return Table.of(device, entries.values(), str(path))
 
 
+def read_or_start(path: Path, device: Device, option: str) -> Table:
+    """Returns the table at `path`, which an `option` of the command names, or an empty one.
+
+    Raises:
+      ValueError: the table is for another kind of GPU, or damaged (`TableError`).
+    """
+    if not path.exists():
+        return Table.of(device, (), str(path))
+    existing = read_table(path)
+    if existing.device != device:
+        raise ValueError(
+            f"{path} is for {existing.device.key}, this GPU is {device.key}: "
+            f"choose another {option}"
+        )
+    return existing
+
+
 def write_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes `table`, sorted, one entry a line; the file changes at once or not at all."""
     device = table.device

@@ -137,8 +137,13 @@ def tuned_entry(
             xla_times.append(time_xla())
     winner = min(kernel_times, key=lambda candidate: median(kernel_times[candidate]))
     kernel_us, xla_us = round(median(kernel_times[winner]), 2), round(median(xla_times), 2)
+    return entry_of(problem, winner, kernel_us, xla_us)
+
+
+def entry_of(problem: GemmProblem, fastest: Candidate, kernel_us: float, xla_us: float) -> Entry:
+    """Returns the entry of a problem whose fastest kernel and XLA took so long."""
     prefer = "kernel" if kernel_us <= xla_us else "xla"
-    return Entry(Key.of(problem), prefer, *winner, kernel_us=kernel_us, xla_us=xla_us)
+    return Entry(Key.of(problem), prefer, *fastest, kernel_us=kernel_us, xla_us=xla_us)
 
 
 def merged_table(table: Table, entries: Iterable[Entry]) -> Table:
