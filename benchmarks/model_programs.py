@@ -25,43 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import model_parameters as shapes
+from model_parameters import BUCKETS, FARTHEST, PATCH, Size, Tree
 
-Tree = Any
-PATCH = 16  # pixels along each side of a patch of ViT
-BUCKETS, FARTHEST = 32, 128  # of T5's relative positions
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8  # of Adam
-
-
-@dataclass(frozen=True)
-class Size:
-    """Extents of a model.
-
-    Attributes:
-      length: tokens of a sequence; of ViT patches and one token of the class.
-      vocabulary: tokens that are told apart; of ViT classes.
-      kv_heads: pairs of keys and values; 0: as many as heads.
-      head_dim: features of a head; 0: those of the model over heads.
-      experts, active: of a mixture, and how many a token visits.
-      gated: whether T5's MLPs are gated.
-    """
-
-    layers: int
-    batch: int
-    length: int
-    width: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    kv_heads: int = 0
-    head_dim: int = 0
-    experts: int = 0
-    active: int = 0
-    gated: bool = False
-
-    @property
-    def features(self) -> int:
-        """Of a head."""
-        return self.head_dim or self.width // self.heads
 
 
 # Building blocks: functions of parameters and arrays (batch, length, width).
@@ -248,79 +215,6 @@ def t5(size: Size, p: Tree, source: jax.Array, target: jax.Array) -> jax.Array:
     return linear(p["head"], stack(p["decoder"], p["embed"]["w"][target], memory))
 
 
-# Shapes of parameters.
-
-
-def _linear(inputs: int, outputs: int, bias: bool = False) -> Tree:
-    return {"w": (inputs, outputs)} | ({"b": (outputs,)} if bias else {})
-
-
-def _norm(width: int, bias: bool = False) -> Tree:
-    return {"scale": (width,)} | ({"b": (width,)} if bias else {})
-
-
-def _attention(size: Size, bias: bool = False, normed: bool = False) -> Tree:
-    d, q = size.width, size.heads * size.features
-    kv = (size.kv_heads or size.heads) * size.features
-    norms = {f"{name}_norm": _norm(size.features) for name in "qk"} if normed else {}
-    return norms | {
-        "q": _linear(d, q, bias), "k": _linear(d, kv, bias), "v": _linear(d, kv, bias),
-        "out": _linear(q, d, bias),
-    }  # fmt: skip
-
-
-def _mlp(size: Size, bias: bool = False, gated: bool = False) -> Tree:
-    d, f = size.width, size.hidden
-    gate = {"gate": _linear(d, f)} if gated else {}
-    return gate | {"up": _linear(d, f, bias), "down": _linear(f, d, bias)}
-
-
-def _experts(size: Size) -> Tree:
-    e, d, f = size.experts, size.width, size.hidden
-    return {"router": _linear(d, e), "gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
-
-
-def _layers(size: Size, bias: bool = False, **parts: Tree) -> list[Tree]:
-    norms = {f"{name}_norm": _norm(size.width, bias) for name in parts}
-    return [parts | norms for _ in range(size.layers)]
-
-
-def _decoder(size: Size, block: Tree, tied: bool = False, normed: bool = False) -> Tree:
-    head = {} if tied else {"head": _linear(size.width, size.vocabulary)}
-    return head | {
-        "embed": _linear(size.vocabulary, size.width),
-        "layers": _layers(size, attention=_attention(size, normed=normed), mlp=block),
-        "norm": _norm(size.width),
-    }
-
-
-def _with_biases(size: Size, **embeddings: Tree) -> Tree:
-    layers = _layers(size, True, attention=_attention(size, True), mlp=_mlp(size, True))
-    positions = {"positions": _linear(size.length, size.width)}
-    return embeddings | positions | {"layers": layers, "norm": _norm(size.width, True)}
-
-
-def _vit(size: Size) -> Tree:
-    return _with_biases(
-        size, embed=_linear(3 * PATCH**2, size.width, True), of_class=_linear(1, size.width),
-        head=_linear(size.width, size.vocabulary, True),
-    )  # fmt: skip
-
-
-def _t5(size: Size) -> Tree:
-    def stack(**parts: Tree) -> Tree:
-        layers = _layers(
-            size, attention=_attention(size), mlp=_mlp(size, gated=size.gated), **parts
-        )
-        bias = _linear(BUCKETS, size.heads)
-        return {"layers": layers, "norm": _norm(size.width), "bias": bias}
-
-    return {
-        "embed": _linear(size.vocabulary, size.width), "encoder": stack(),
-        "decoder": stack(cross=_attention(size)), "head": _linear(size.width, size.vocabulary),
-    }  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Family:
     """A kind of model.
@@ -349,21 +243,22 @@ class Family:
 # Layers are fewer, and so are the tokens of Llama's vocabulary; GPT-2's is padded as nanoGPT's.
 FAMILIES = {
     "llama": Family(
-        llama, lambda size: _decoder(size, _mlp(size, gated=True)),
+        llama, lambda size: shapes.decoder(size, shapes.mlp(size, gated=True)),
         {
             "small": Size(4, 4, 2048, 2048, 8192, 32, 32000, kv_heads=8),
             "large": Size(3, 4, 2048, 4096, 14336, 32, 32000, kv_heads=8),
         },
     ),
     "gemma": Family(
-        gemma, lambda size: _decoder(size, _mlp(size, gated=True), tied=True),
+        gemma, lambda size: shapes.decoder(size, shapes.mlp(size, gated=True), tied=True),
         {
             "small": Size(4, 4, 1024, 2048, 16384, 8, 256128, kv_heads=1, head_dim=256),
             "large": Size(3, 4, 1024, 3072, 24576, 16, 256128, head_dim=256),
         },
     ),
     "gpt2": Family(
-        gpt2, lambda size: _with_biases(size, embed=_linear(size.vocabulary, size.width)),
+        gpt2,
+        lambda size: shapes.with_biases(size, embed=shapes.linear(size.vocabulary, size.width)),
         {
             "small": Size(6, 16, 1024, 768, 3072, 12, 50304),
             "large": Size(4, 8, 1024, 1600, 6400, 25, 50304),
@@ -371,7 +266,7 @@ FAMILIES = {
         adam=True,
     ),
     "t5": Family(
-        t5, _t5,
+        t5, shapes.t5,
         {
             "small": Size(3, 16, 512, 768, 3072, 12, 32128),
             "large": Size(2, 16, 512, 2048, 5120, 32, 32128, gated=True),
@@ -379,7 +274,7 @@ FAMILIES = {
         inputs=2, adam=True,
     ),
     "vit": Family(
-        vit, _vit,
+        vit, shapes.vit,
         {
             "small": Size(6, 128, 197, 768, 3072, 12, 1000),
             "large": Size(4, 128, 197, 1024, 4096, 16, 1000),
@@ -387,14 +282,14 @@ FAMILIES = {
         adam=True,
     ),
     "mixtral": Family(
-        mixture, lambda size: _decoder(size, _experts(size)),
+        mixture, lambda size: shapes.decoder(size, shapes.experts(size)),
         {
             "small": Size(2, 4, 2048, 2048, 7168, 16, 32000, 4, experts=8, active=2),
             "large": Size(2, 4, 2048, 4096, 14336, 32, 32000, 8, experts=8, active=2),
         },
     ),
     "qwen3": Family(
-        mixture, lambda size: _decoder(size, _experts(size), normed=True),
+        mixture, lambda size: shapes.decoder(size, shapes.experts(size), normed=True),
         {
             "small": Size(2, 2, 2048, 1024, 384, 16, 32000, 4, 128, experts=64, active=8),
             "large": Size(2, 4, 2048, 2048, 768, 32, 32000, 4, 128, experts=128, active=8),

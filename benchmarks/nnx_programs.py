@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import model_programs as programs
 import optax
 from flax import nnx
-from model_programs import BUCKETS, PATCH, Attend, Model, Size
+from model_parameters import BUCKETS, PATCH, Size
+from model_programs import Attend, Model
 
 
 class Options:

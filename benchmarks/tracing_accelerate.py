@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 import jax
+from model_parameters import Size
 from model_programs import (
     FAMILIES,
     Model,
-    Size,
     Tree,
     attention,
     gated_mlp,

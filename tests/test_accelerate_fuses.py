@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
+from support.accelerated import equations, products
 from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
@@ -23,45 +22,6 @@ S = jax.ShapeDtypeStruct
 BF16, F32 = jnp.bfloat16, jnp.float32
 X, W, V, ROW = S((M, K), BF16), S((K, N), BF16), S((K, N), BF16), S((N,), BF16)
 MATRIX = S((M, N), BF16)
-
-
-def equations(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """Returns all equations of the accelerated function, also of inner programs."""
-
-    def within(jaxpr: Any) -> list[Any]:
-        found = []
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if equation.primitive.name != "accelerated":  # which stands for those of its program
-                found.append(equation)
-            for inner in jaxprs_in_params(equation.params):
-                found += [] if equation.primitive.name == "hopper_fused" else within(inner)
-        return found
-
-    return within(jax.make_jaxpr(jhg.accelerate(function, **options))(*args))
-
-
-def accelerated(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the program of the accelerated function, which is one equation of the trace."""
-    (whole,) = jax.make_jaxpr(jhg.accelerate(function))(*args).eqns
-    return whole.params["call_jaxpr"].jaxpr
-
-
-def products(function: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[Any, ...]]:
-    """Returns of each product the number of right operands, dtypes of its results, its operations.
-
-    The operations are those of its function, without conversions and broadcasts; None: there is no
-    function.
-    """
-    silent = ("convert_element_type", "broadcast_in_dim", "copy")
-    found = []
-    for equation in equations(function, *args, **options):
-        if not equation.primitive.name.startswith("hopper"):
-            continue
-        jaxpr = equation.params.get("jaxpr")
-        dtypes = tuple(x.aval.dtype.name for x in equation.outvars)
-        names = jaxpr and [e.primitive.name for e in jaxpr.eqns if e.primitive.name not in silent]
-        found.append((equation.params.get("num_b", 1), dtypes, names))
-    return found
 
 
 BIAS = {
@@ -139,77 +99,6 @@ def test_an_argument_is_kept_after_its_bias() -> None:
         return source(makers[x].invars[0]) if name == "convert_element_type" else name
 
     assert "add" in {source(x) for x in outputs}
-
-
-def test_an_update_rides_on_its_weight_gradient() -> None:
-    def step(w: Any, x: Any) -> Any:
-        return w - 0.5 * jax.grad(lambda w: (x @ w).astype(F32).sum())(w)
-
-    ((_, dtypes, names),) = products(step, W, X)
-    assert dtypes == ("bfloat16",) and names == ["mul", "sub"]
-
-
-@pytest.mark.usefixtures("launcher")
-def test_an_update_takes_the_memory_of_donated_weights() -> None:
-    def step(w: Any, x: Any) -> Any:
-        return w - 0.5 * jax.grad(lambda w: jnp.tanh(x @ w).astype(F32).sum())(w)
-
-    for donated in (0, ()):
-        program = jax.jit(jhg.accelerate(step), donate_argnums=donated).trace(W, X)
-        text = program.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("output_operand_aliases = [#stablehlo") == (donated == 0)
-
-
-def test_each_moment_of_an_optimizer_is_updated_where_it_lies() -> None:
-    def step(w: Any, mean: Any, square: Any, x: Any) -> Any:
-        g = jax.grad(lambda w: jnp.tanh(x @ w.astype(BF16)).astype(F32).sum())(w)
-        mean, square = 0.9 * mean + 0.1 * g, 0.9 * square + 0.1 * g**2
-        return mean, w - mean / (jnp.sqrt(square) + 1e-8), square
-
-    w = S((K, N), F32)
-    program = accelerated(step, w, w, w, X)
-    (update,) = (e for e in program.eqns if e.params.get("in_place"))
-    taken = [update.invars[2 + x] for x in update.params["in_place"]]
-    pairs = dict(zip(update.outvars, taken, strict=True))
-    weights, mean, square, _ = program.invars
-    assert [pairs[x] for x in program.outvars] == [mean, weights, square]
-
-
-def test_an_update_waits_for_the_products_that_read_the_weights() -> None:
-    def step(w: Any, x: Any) -> Any:
-        y, pull = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x)
-        dw, dx = pull(y)
-        return w - 0.5 * dw, dx
-
-    program = accelerated(step, W, X)
-    (barrier,) = (e for e in program.eqns if e.primitive.name == "optimization_barrier")
-    (update,) = (e for e in program.eqns if e.params.get("in_place"))
-    assert barrier.invars == [program.invars[0], program.outvars[1]]
-    assert barrier.outvars[0] in update.invars and program.invars[0] not in update.invars
-
-
-def test_a_sum_of_products_takes_the_memory_of_the_first() -> None:
-    first, second = equations(lambda x, w, y, v: x @ w + y @ v, X, W, MATRIX, V)
-    assert (first.primitive.name, second.params["in_place"]) == ("hopper_dot", (0,))
-
-
-def test_what_is_multiplied_is_not_overwritten() -> None:
-    for function in (lambda x, w: x @ w + x, lambda x, w: x + jnp.tanh(w @ x)):
-        (product,) = equations(function, X, W)
-        assert product.primitive.name == "hopper_fused" and product.params["in_place"] == ()
-
-
-def test_the_gradient_of_a_transposed_weight_is_not_transposed() -> None:
-    gradient = jax.grad(lambda w, x: (x @ w.T).astype(F32).sum())
-    w = S((N, K), BF16)
-    names = [e.primitive.name for e in jax.make_jaxpr(gradient)(w, X).jaxpr.eqns]
-    assert names.count("transpose") == 3
-    assert "transpose" not in [e.primitive.name for e in equations(gradient, w, X)]
-
-
-def test_a_weight_gradient_is_cast_without_a_rounding() -> None:
-    gradient = jax.grad(lambda w, x: (x @ w.astype(BF16)).astype(F32).sum())
-    assert products(gradient, S((K, N), F32), X)[-1] == (1, ("float32",), [])
 
 
 def ragged(x: Any, w: Any, v: Any, sizes: Any) -> Any:

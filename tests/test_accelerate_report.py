@@ -1,4 +1,4 @@
-"""What `report_products` and errors say of the products of a function."""
+"""What `explain` and errors say of the products of a function."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from chip.problems import Draw, Trial
 from chip.record import PORTION, Outcome, Record, status_of
 from chip.workers import Worker, supervise, try_portion
 from support.covering import ALL
-from support.grouped import spans
+from support.grouped_results import spans
 from support.policies import block_specs, covering_specs, epilogue_covering_specs
 
 from jax_hopper_gemm.dispatch.candidates import model_specs

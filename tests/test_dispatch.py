@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
-from support.buildable import epilogue_specs
 from support.covering import ALL
+from support.dense_problems import BASE, random_problem
 from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import (
@@ -26,41 +25,22 @@ from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS, Config
 from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
-from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.memory_traffic import (
     SPLIT_SECTOR_BYTES,
     best_raster_order,
     memory_bytes,
 )
 from jax_hopper_gemm.dispatch.model import best_kernel
-from jax_hopper_gemm.gemm.dtypes import HALVES
-from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
-from jax_hopper_gemm.gemm.k_split import is_worth_splitting
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.problem import GemmProblem, Major
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 
-A_MAJORS: tuple[Major, ...] = ("k", "m")
-B_MAJORS: tuple[Major, ...] = ("n", "k")
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
-
-
-def random_problem(random: Random) -> GemmProblem:
-    def extent() -> int:
-        return random.choice(
-            [random.randint(1, 9000), 8 * random.randint(1, 1125), 2 ** random.randint(0, 13)]
-        )
-
-    dtype = random.choice(HALVES)
-    return GemmProblem.dense(
-        extent(), extent(), extent(), random.choice([1, 1, 1, 2, 7]),
-        a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),
-        dtype=dtype, d_dtype=random.choice([dtype, dtype, "float32"]),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("axis", [None, "m", "k"])
@@ -208,7 +188,6 @@ def compare(problem: GemmProblem, better: GemmSpec, worse: GemmSpec) -> None:
     assert fast < slow
 
 
-BASE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=6, epi_stages=2)
 SHORT = GemmProblem.dense(8192, 8192, 256)
 
 
@@ -355,117 +334,3 @@ def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
     decision = choose(GemmProblem.dense(MAX_EXTENT, MAX_EXTENT, 64), H200, kernel_only=True)
     assert decision.spec is None
     assert "clusters of tiles, not under 1073741824" in decision.reason
-
-
-# Beside transfers.
-
-SEVERAL = replace(H200, comm_overlap=True)
-
-
-def test_large_tiles_are_dynamic_where_transfers_may_hold_sms():
-    random, buildable = Random(21), set(table_specs(SEVERAL))
-    dynamic = 0
-    for _ in range(1500):
-        problem = random_problem(random)
-        alone, beside = choose(problem, H200), choose(problem, SEVERAL)
-        if beside == alone:
-            spec = alone.spec
-            if spec and not spec.split_k and spec.tile_scheduler == "static":
-                assert spec.tile_m * spec.tile_n < candidates.LARGE_TILE
-            continue
-        assert alone.spec and beside.spec
-        assert beside.spec in buildable or beside.spec.loose_d
-        if not alone.spec.split_k:
-            assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
-            assert beside.raster_order == alone.raster_order
-        assert (
-            beside.spec.dynamic
-            and alone.spec.tile_scheduler == "static"
-            and violations(beside.spec) == []
-        )
-        assert "transfers" in beside.reason
-        dynamic += 1
-    assert dynamic > 100
-
-
-def test_another_kernel_is_dynamic_where_the_best_has_no_registers_for_it():
-    negated = EpilogueGraph(1, (), (Node("neg", (0,)),), (Result("matrix", 1, "bfloat16"),))
-    problem = replace(GemmProblem.dense(8192, 14336, 8192), epilogue=negated)
-    alone, beside = choose(problem, H200), choose(problem, SEVERAL)
-    assert alone.spec and candidates.dynamic_spec(alone.spec) is None
-    plain = replace(alone.spec, epilogue=None)
-    assert candidates.dynamic_spec(plain) == replace(plain, tile_scheduler="dynamic")
-    assert beside.spec and beside.raster_order and beside.spec.tile_scheduler == "dynamic"
-    assert beside.spec in epilogue_specs(SEVERAL, [negated], ["bfloat16"])
-    costs = [
-        estimate(problem, found.spec, found.raster_order, H200).ns
-        for found in (alone, beside)
-        if found.spec and found.raster_order
-    ]
-    assert costs[1] <= choice.MAX_DYNAMIC_COST * costs[0]
-
-
-# Where K is split.
-
-
-def test_few_tiles_of_long_k_are_shared_and_the_reason_says_by_how_many():
-    problem = GemmProblem.dense(1024, 1024, 65536, a_major="m")
-    decision = choose(problem, H200, kernel_only=True)
-    assert decision.spec and decision.spec.split_k and decision.source == "model"
-    assert "32 tiles of 128x256 whose K 128 thread blocks share" in decision.reason
-
-
-def test_a_last_wave_that_is_less_than_half_full_is_shared():
-    problem = GemmProblem.dense(2560, 5120, 5120)
-    decision = choose(problem, H200, kernel_only=True)
-    assert decision.spec and decision.spec.split_k
-    assert re.search(r"whose K 132 thread blocks share, but of \d+ tiles", decision.reason)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "a_major", "tile", "cluster", "splits"),
-    [
-        (512, 512, 16384, "k", (128, 64), (1, 2), True),
-        (1024, 1024, 65536, "m", (128, 256), (2, 1), True),
-        (256, 1536, 7168, "k", (128, 64), (1, 1), True),
-        (256, 256, 32768, "m", (64, 64), (1, 1), True),
-        (2048, 128, 8192, "m", (128, 64), (1, 2), True),
-        (1000, 1000, 4096, "k", (128, 128), (2, 1), True),
-        (2560, 5120, 5120, "k", (128, 256), (2, 1), True),
-        (128, 4096, 16384, "k", (64, 64), (2, 1), False),
-        (128, 7168, 18432, "k", (64, 128), (2, 1), False),
-        (4096, 128, 8192, "k", (64, 64), (1, 2), False),
-        (1024, 1536, 4096, "k", (128, 128), (2, 1), False),
-    ],
-)
-def test_k_is_split_where_that_was_the_fastest(m, n, k, a_major, tile, cluster, splits):
-    """Each expected kernel was the fastest of those that `benchmarks/split_k.py` timed, or 0.2 %
-    slower.
-    """
-    problem = GemmProblem.dense(m, n, k, a_major=a_major)
-    kinds = (filled_spec(config, ProblemType.of(problem)) for config in DENSE_CONFIGS)
-    best, _ = best_kernel(problem, H200, [spec for spec in kinds if spec])
-    assert best and best.spec.split_k == splits
-    spec = best.spec
-    assert (spec.tile_m, spec.tile_n) == tile
-    assert (spec.cluster_m, spec.cluster_n, spec.warp_schedule) == (*cluster, "cooperative")
-
-
-@pytest.mark.parametrize("clusters", [66, 132])
-def test_k_is_split_only_where_most_clusters_would_wait(clusters):
-    worth = [tiles for tiles in range(1, 4 * clusters) if is_worth_splitting(tiles, clusters)]
-    assert worth == [t for t in range(1, 4 * clusters) if 1 <= t % clusters <= clusters // 2]
-    spec = replace(BASE, tile_n=256, split_k=True, cluster_m=132 // clusters)
-    for tiles in (clusters // 2, clusters // 2 + 1, clusters, clusters + 1):
-        problem = GemmProblem.dense(128 * spec.cluster_m * tiles, 256, 8192)
-        assert (split_violations(problem, spec, H200) == []) == (tiles in worth)
-
-
-def test_the_tuner_may_split_what_the_model_does_not():
-    three_quarters = GemmProblem.dense(128 * 99, 256, 4096)
-    specs = {spec for spec, _ in legal_specs(three_quarters, H200)}
-    assert any(spec.split_k and split_violations(three_quarters, spec, H200) for spec in specs)
-    whole_waves = GemmProblem.dense(128 * 132, 256, 4096)
-    specs = {spec for spec, _ in legal_specs(whole_waves, H200)}
-    split = {spec for spec in specs if spec.split_k and (spec.tile_m, spec.tile_n) == (128, 256)}
-    assert {spec.cluster_size for spec in split} == {4}, "which do not fill 132 SMs"

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import model_programs
 import numpy as np
 import pytest
-from model_programs import FAMILIES, Model, Size
+from model_parameters import Size
+from model_programs import FAMILIES, Model
 from support.covering import ALL
 from support.program_inspection import normal
 

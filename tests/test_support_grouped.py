@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import graphs, grouped, outcome, random_grouped, reference, trial
+from support import graphs, grouped, grouped_results, outcome, random_grouped, reference, trial
 from support.covering import ALL
-from support.grouped import Layout, Span
+from support.grouped import Layout
+from support.grouped_results import Span
 from support.host_kernels import HostGpu, HostLaunch
 from support.places import result_places, shape_of
 from support.policies import choice_of, grouped_covering_specs, spec_of
@@ -41,7 +42,7 @@ def problem(groups: GroupedAxis, length: int, matrices: int) -> GemmProblem:
 
 def spans(layout: Layout, length: int, sizes: list[int], axis: Any = "m") -> list[Span]:
     of = problem(layout.of_axis(axis), length, layout.matrices)
-    return grouped.spans(of, np.array(sizes, np.int32))
+    return grouped_results.spans(of, np.array(sizes, np.int32))
 
 
 def test_what_sizes_leave_is_of_no_group():
@@ -92,7 +93,7 @@ def test_products_of_rows_are_those_of_jax(b_major):
         inputs = inputs_of(of, sizes, exact=False)
         a, b = (jnp.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
         theirs = jax.lax.ragged_dot(a[0], b, jnp.asarray(sizes), precision="highest")
-        ours = grouped.products(of, inputs, inputs.b[0])[0]
+        ours = grouped_results.products(of, inputs, inputs.b[0])[0]
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=kind)
         assert np.any(ours != 0) == (kind != "empty")
 
@@ -109,7 +110,7 @@ def test_products_of_columns_are_those_of_jax():
         inputs = inputs_of(of, sizes, exact=False)
         a, b = (np.nan_to_num(x[0].astype(np.float32)) for x in (inputs.a, inputs.b[0]))
         theirs = jax.lax.ragged_dot_general(a, b, jnp.asarray(sizes), numbers, precision="highest")
-        ours = grouped.products(of, inputs, inputs.b[0])
+        ours = grouped_results.products(of, inputs, inputs.b[0])
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=kind)
         assert np.any(ours != 0), kind
 
@@ -118,8 +119,8 @@ def test_products_of_chosen_rows_are_rows_of_all():
     of = grouped.problem_of(plain_spec("m"), Layout.offset(4), 90, 24, 40)
     inputs = inputs_of(of, np.array([7, 20, 0, 33, 4], np.int32))
     rows = np.array([8, 9, 26, 59, 62])
-    whole = grouped.products(of, inputs, inputs.b[0])
-    chosen = grouped.products(of, inputs, inputs.b[0], rows=rows)
+    whole = grouped_results.products(of, inputs, inputs.b[0])
+    chosen = grouped_results.products(of, inputs, inputs.b[0], rows=rows)
     assert np.array_equal(chosen, whole[:, rows]) and np.any(chosen != 0)
 
 
@@ -146,7 +147,7 @@ def test_gathered_rows_come_from_their_source():
     inputs = trial.Inputs(a, (b,), sizes=np.array([2, 3], np.int32), indices=indices)
     total = a[0].sum(axis=1)
     expected = [total[3], total[3], 2 * total[0], 0, 0, 0]
-    assert np.array_equal(grouped.products(of, inputs, b)[0, :, 0], expected)
+    assert np.array_equal(grouped_results.products(of, inputs, b)[0, :, 0], expected)
 
 
 def test_rows_that_nobody_picks_are_nan():
@@ -242,10 +243,10 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
 
 def right_results(of, spec, inputs) -> list[np.ndarray]:
     """What a kernel writes, of operands in float32, without a look at what checks it."""
-    matrices = grouped.matrix_of_rows(of, inputs.sizes)
+    matrices = grouped_results.matrix_of_rows(of, inputs.sizes)
     sums = []
     for b in inputs.b:
-        a, b = (x.astype(np.float32) for x in grouped.gathered(of, inputs, b))
+        a, b = (x.astype(np.float32) for x in grouped_results.gathered(of, inputs, b))
         if spec.grouped == "m":
             rows = [
                 row @ b[i] if i >= 0 else np.zeros(of.n, np.float32)

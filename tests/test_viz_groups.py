@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import grouped
+from support import grouped_results
 
 from jax_hopper_gemm import moe, viz
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
@@ -49,7 +49,7 @@ def test_stored_rows_cover_the_result_once(spec, raster_order):
     assert violations(spec) == []
     problem = rows_problem()
     painted = np.zeros((ROWS, -(-problem.n // spec.d_tile_n) + spec.raster_n), int)
-    matrices = grouped.matrix_of_rows(problem, np.array(SIZES))
+    matrices = grouped_results.matrix_of_rows(problem, np.array(SIZES))
     for tile in viz.grouped_tiles(problem, spec, raster_order, SIZES, num_sms=16):
         first = tile.start + tile.m * spec.tile_m
         painted[first : first + tile.rows, tile.n] += 1

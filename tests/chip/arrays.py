@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support.grouped import random_indices, spans
+from support.grouped import random_indices
+from support.grouped_results import spans
 from support.places import Place
 
 from chip.problems import ITEMSIZE, Trial

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from fake_driver import harness
-from support import float32, grouped, outcome, reference
+from support import float32, grouped_results, outcome, reference
 from support.places import result_places
 from support.trial import Inputs
 
@@ -122,8 +122,8 @@ def of_groups(trial: Trial, inputs: Inputs, rest: list[np.ndarray]) -> list[np.n
     inputs = scaled(trial, inputs, rest)
     if p.groups.axis == "m":
         rows, nobody = np.arange(p.m), np.flatnonzero(trial.matrices < 0)
-    sums = [grouped.products(p, inputs, b).astype(np.float32) for b in inputs.b]
-    values = outcome.exact_values(p.graph, sums, grouped.operands_at(p, inputs, rows))
+    sums = [grouped_results.products(p, inputs, b).astype(np.float32) for b in inputs.b]
+    values = outcome.exact_values(p.graph, sums, grouped_results.operands_at(p, inputs, rows))
     stored = [np.broadcast_to(values[r.value], sums[0].shape).copy() for r in p.graph.results]
     for value in stored:
         value[:, nobody] = 0

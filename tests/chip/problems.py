@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from support import cases, graphs, grouped, random_grouped, sgemm
+from support import cases, graphs, grouped, grouped_results, random_grouped, sgemm
 from support.places import Place, result_places
 from support.policies import all_specs
 from support.reference import input_places
@@ -87,7 +87,7 @@ class Trial:
     @property
     def matrices(self) -> np.ndarray:
         """(length,) the matrix of each element of the grouped axis; -1: none."""
-        return grouped.matrix_of_rows(self.problem, np.array(self.sizes, np.int64))
+        return grouped_results.matrix_of_rows(self.problem, np.array(self.sizes, np.int64))
 
     def __str__(self) -> str:
         sizes = f", sizes {list(self.sizes[:40])}" if self.sizes else ""

@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import bounds, cases, eight_bit, grouped, operations, outcome, reference, trial
+from support import (
+    bounds,
+    cases,
+    eight_bit,
+    grouped,
+    grouped_results,
+    operations,
+    outcome,
+    reference,
+    trial,
+)
 from support.casts import cast, same
 from support.eight_bit import LONG_K, PROGRAMS
 from support.policies import block_specs, eight_bit_specs, eight_bit_variants
@@ -72,7 +82,7 @@ def test_block_scales_of_groups_are_multiplied_in(spec, gpu, checked):
         inputs = cases.scale_inputs(problem, case.inputs(), 0)
         (result,) = trial.run_all(gpu, problem, spec, case.raster_order, inputs, 2, num_sms=FEW_SMS)
         a, b = reference.scaled(problem, inputs)
-        expected = grouped.products(problem, replace(inputs, a=a), b)
+        expected = grouped_results.products(problem, replace(inputs, a=a), b)
         wrong = np.argwhere(~same(result, cast(expected.astype(np.float32), spec.d_dtype)))
         assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} on {problem}"
     checked(spec)

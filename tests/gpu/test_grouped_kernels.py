@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import direct, graphs, random_grouped, reference, trial
-from support.grouped import Layout, assert_exact, edge_cases, integer_inputs, problem_of
+from support.grouped import Layout, edge_cases, integer_inputs, problem_of
+from support.grouped_results import assert_exact
 from support.places import result_places
 from support.policies import grouped_covering_specs
 

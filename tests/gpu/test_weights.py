@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import bounds, cases, graphs, grouped, outcome, reference, trial
+from support import bounds, cases, graphs, grouped, grouped_results, outcome, reference, trial
 from support.casts import cast, same
 from support.policies import converted_specs, converted_variants
 from support.weights import CASES, PROGRAMS, number_specs
@@ -83,7 +83,7 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
             case.check(inputs, results)
             continue
         _, b = reference.scaled(problem, inputs)
-        expected = grouped.products(problem, inputs, b)
+        expected = grouped_results.products(problem, inputs, b)
         wrong = np.argwhere(~same(results[0], cast(expected.astype(np.float32), spec.d_dtype)))
         assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {case}"
     checked(spec)

@@ -34,7 +34,6 @@ from ...gemm.conversion import (
     Held,
     offset_along_k,
     offset_along_n,
-    widen_integers,
 )
 from ...gemm.dtypes import DTYPES
 from ...gemm.spec import EPI_TILE_M, EXCHANGE_COLUMNS, EXCHANGE_PITCH
@@ -49,66 +48,10 @@ from ...gemm.wgmma_fragment import (
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP, BarrierId
 from .ss import SharedConsumer
+from .widening import instruction, make_conversion
 
 IN_FLIGHT = 2  # groups of wgmma, each with registers of its own for B
 WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
-
-
-class Integers:
-    """int8 and int4 -> 16-bit floats."""
-
-    def __init__(self, bits, half):
-        self.bits, self.half = bits, half
-        self.subtract = {"bfloat16": "sub.rn.bf16x2", "float16": "sub.rn.f16x2"}[half]
-
-    def widen(self, pairs):
-        """Returns two numbers, in the lowest bits of the halves of a register, as A's dtype."""
-        return widen_integers(pairs, self.bits, self.half, self._pick, self._subtract)
-
-    def _pick(self, x, mask, flip):
-        # One instruction, which the compiler would make two of: 0x6a is the table of (a & b) ^ c.
-        code = f"lop3.b32 {{$w0}}, {{$r0}}, {mask:#x}, {flip:#x}, 0x6a;"
-        return _instruction(code, x)
-
-    def _subtract(self, x, y):
-        # A constant must be in a register: the instruction takes none.
-        code = "{.reg .b32 y; mov.b32 y, {$r1}; " + self.subtract + " {$w0}, {$r0}, y;}"
-        return _instruction(code, x, Uint32(y))
-
-
-class EightBitFloats:
-    """float8_e4m3fn and float8_e5m2 -> 16-bit floats; NaN and infinities are kept."""
-
-    bits = 8
-
-    def __init__(self, dtype, half):
-        kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[dtype]
-        self.code = (
-            "{.reg .b32 two; .reg .b16 pair, high; prmt.b32 two, {$r0}, 0, 0x4420;"
-            f" mov.b32 {{pair, high}}, two; cvt.rn.f16x2.{kind}x2 {{$w0}}, pair;}}"
-        )
-        self.to_bfloat16 = half == "bfloat16"
-
-    def widen(self, pairs):
-        halves = _instruction(self.code, pairs)
-        if not self.to_bfloat16:
-            return halves
-        return _instruction(
-            "{.reg .b16 low, high; .reg .f32 x, y; mov.b32 {low, high}, {$r0};"
-            " cvt.f32.f16 x, low; cvt.f32.f16 y, high; cvt.rn.bf16x2.f32 {$w0}, y, x;}",
-            halves,
-        )
-
-
-def make_conversion(dtype, half):
-    """Returns what widens numbers of a dtype."""
-    if dtype.startswith("float8"):
-        return EightBitFloats(dtype, half)
-    return Integers(DTYPES[dtype].bits, half)
-
-
-def _instruction(code, *operands):
-    return cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=list(operands))
 
 
 @dataclass(frozen=True)
@@ -145,7 +88,7 @@ class LoadsAlongK:
                     raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n
                 )
                 address = stage + offset + (first - chunk) + inside
-                words.append(_instruction(self.code + " {$w0}, [{$r0}];", address))
+                words.append(instruction(self.code + " {$w0}, [{$r0}];", address))
         return words
 
     def index(self, k, h, i):
