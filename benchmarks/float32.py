@@ -78,11 +78,7 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
                 way = "".join((" transposed" * (spec.d_major == "m"), " cut" * spec.reads_parts))
                 found[f"{precision} {tile}{way}"] = spec
         if chosen and problem.simt:
-            for tile_m, tile_k, stages in (
-                (128, 8, 4),
-                (128, 16, 4),
-                (256, 8, 6),
-            ):
+            for tile_m, tile_k, stages in ((128, 8, 6), (256, 16, 4)):
                 spec = replace(chosen, tile_m=tile_m, tile_k=tile_k, num_stages=stages)
                 found[f"{precision} {tile_m}x{spec.tile_n}x{tile_k} {stages} stages"] = spec
     return found

@@ -28,9 +28,8 @@ THREAD_M, THREAD_N = 8, 16  # a thread's elements of it
 VECTOR = 4  # float32 of 16 bytes
 LANES_M, LANES_N = 8, 4
 COPIED_K = 8  # of K that adjacent threads copy where neighbours along K are adjacent: 32 bytes
-COPIES_TOGETHER = 4  # of an operand
 PAD = 4  # float32 behind a row of a stage that is so written, against bank conflicts
-NUM_STAGES = 6
+NUM_STAGES = 4
 TILES_M, TILES_N, TILES_K = (64, 128, 256), (64, 128), (8, 16, 32)
 RESIDENT_THREADS = 256  # of an SM: each has up to 255 registers
 

@@ -129,10 +129,10 @@ class SimtKernel:
         cute.arch.barrier()
         self.read(sAB + row, sAB + (self.b_start + column), 0, tCrA, tCrB)
 
-        after = self.parts_after(a, b)
+        parts = [(source, part) for source in (a, b) for part in source.parts()]
         read, write = Int32(0), Int32(ahead * self.stage_elements)
-        for i in cutlass.range(k_tiles, unroll=1):
-            k_tile = i + ahead
+        for turn in cutlass.range(k_tiles, unroll=1):
+            k_tile = turn + ahead
             wanted = select_(k_tile < k_tiles, Int32(1), Int32(0))
             following = _next(read, s.num_stages, self.stage_elements)
             for k in cutlass.range_constexpr(s.tile_k):
@@ -149,28 +149,13 @@ class SimtKernel:
                     (k + 1) % s.tile_k, tCrA, tCrB,
                 )  # fmt: skip
                 if cutlass.const_expr(k < s.tile_k - 1):
-                    for source, part in after[k]:
-                        _copy(source, part, k_tile, write, wanted, begins=False)
+                    for i, (source, part) in enumerate(parts):
+                        if i * (s.tile_k - 1) // len(parts) == k:
+                            _copy(source, part, k_tile, write, wanted, begins=False)
                 for x, y in simt.PRODUCTS:
                     a_value, b_value = tCrA[0, x, k % 2], tCrB[0, y, k % 2]
                     acc[0, x, y] = cute.math.fma(a_value, b_value, acc[0, x, y])
             read, write = following, read
-
-    def parts_after(self, a, b):
-        """Returns what is copied after each k but the last, so that all is under way before that.
-
-        Copies of an operand follow one another: before one that does not, ptxas puts three
-        instructions that do nothing.
-        """
-        together, tile_k = simt.COPIES_TOGETHER, self.spec.tile_k
-        groups = []
-        for source in (a, b):
-            parts = [(source, part) for part in source.parts()]
-            groups += [parts[i : i + together] for i in range(0, len(parts), together)]
-        after = [[] for _ in range(tile_k - 1)]
-        for i, group in enumerate(groups):
-            after[i * (tile_k - 1) // len(groups)] += group
-        return after
 
     def read(self, sA, sB, k, tCrA, tCrB):
         """Reads a thread's vectors of one k of a stage."""

@@ -30,7 +30,7 @@ PROGRAM_EXTENTS = ({"m": 256, "n": 128, "k": 64}, {"m": 257, "n": 127, "k": 61})
 
 
 def spec_of(
-    a_major: Major, b_major: Major, width: int, tile: tuple[int, int] = (128, 128), tile_k: int = 8
+    a_major: Major, b_major: Major, width: int, tile: tuple[int, int] = (128, 128), tile_k: int = 16
 ) -> GemmSpec:
     return GemmSpec(
         "float32", "float32", "float32", a_major, b_major, *tile, tile_k, tile_scheduler="single",
@@ -44,7 +44,7 @@ def kernels() -> list[GemmSpec]:
         spec_of(*majors, width, tile) for tile in TILES for majors in MAJORS for width in (4, 1)
     ]
     found += [
-        replace(spec_of(*majors, width, tile_k=16), num_stages=4)
+        replace(spec_of(*majors, width, tile_k=8), num_stages=6)
         for majors in MAJORS
         for width in (4, 1)
     ]
