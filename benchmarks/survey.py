@@ -12,7 +12,8 @@ does in more time.
 
 Of each product these kernels are timed, in one program with XLA's own product, so that all share
 clock and temperature: the one that dispatch would run, those of least expected cost, the best of
-each kind, and the best two of `UNTRIED`, which dispatch does not know. The time of a kernel is
+each kind, and the best two of `UNTRIED`, which dispatch does not know. With `--stores`, of large
+results of short K, also kernels that schedule tiles dynamically. The time of a kernel is
 CUPTI's, the median over the rounds; every launch reads another set of inputs.
 """
 
@@ -73,14 +74,32 @@ UNTRIED = (
         for n, operand, split_k in product((16, 32, 48, 64, 128), ("a", "b"), (False, True))
     ),
 )
+DYNAMIC = (
+    Config(128, 128, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    Config(256, 192, cluster_n=2, tile_scheduler="dynamic"),
+    Config(64, 256, warp_schedule="pingpong", tile_scheduler="dynamic"),
+)
+STORED_ELEMENTS, STORED_K = 2**25, 1024  # of large results of short K: at least, at most
 
 
-def products(count: int, seed: int, split_sectors: bool) -> list[GemmProblem]:
-    """Returns random products, two of three of those that more is to be learnt of."""
+Which = Callable[[GemmProblem], bool]
+
+
+def products(count: int, seed: int, only: Which | None) -> list[GemmProblem]:
+    """Returns random products, two of three of those that more is to be learnt of.
+
+    Or those alone that `only` returns True for.
+    """
     held_out = set(shapes.suite("heldout"))
-    drawn = [p for p in shapes.random_products(4 * count, seed) if p not in held_out]
-    if split_sectors:
-        return [p for p in drawn if p.splits_sectors][:count]
+    drawn = shapes.random_products((40 if only else 4) * count, seed)
+    drawn = [p for p in drawn if p not in held_out]
+    if only:
+        return [p for p in drawn if only(p)][:count]
     usual, unsure = iter(drawn), filter(_is_open, drawn[count:])
     turns = chain.from_iterable(zip(usual, unsure, unsure, strict=False))
     return list(islice(dict.fromkeys(turns), count))
@@ -92,9 +111,18 @@ def _is_open(problem: GemmProblem) -> bool:
     return best is not None and xla is not None and xla.ns >= OPEN * best.cost.ns
 
 
+def splits_sectors(problem: GemmProblem) -> bool:
+    return problem.splits_sectors
+
+
+def stores(problem: GemmProblem) -> bool:
+    """Whether storing D takes about as long as multiplying, or longer."""
+    return problem.m * problem.n >= STORED_ELEMENTS and problem.k <= STORED_K
+
+
 @lru_cache
-def untried_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    specs = (filled_spec(config, problem_type) for config in UNTRIED)
+def untried_specs(problem_type: ProblemType, configs: Sequence[Config]) -> tuple[GemmSpec, ...]:
+    specs = (filled_spec(config, problem_type) for config in configs)
     known = set(model_specs(problem_type))
     return tuple(s for s in specs if s and worthwhile(s) and s not in known)
 
@@ -121,7 +149,11 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
     """Returns the kernels to time; no two have one name, by which a profile tells them apart."""
     chosen = choose(problem, device, kernel_only=True).spec
     known = ranked(problem, device, considered_specs(problem))
-    untried = ranked(problem, device, chain.from_iterable(map(untried_specs, types_of(problem))))
+
+    def others(configs: Sequence[Config]) -> list[tuple[float, GemmSpec]]:
+        found = (untried_specs(kind, configs) for kind in types_of(problem))
+        return ranked(problem, device, chain.from_iterable(found))
+
     leaders = [spec for _, spec in known[:LEADERS]]
     if problem.splits_sectors:
         leaders = [next(spec for _, spec in known if _stores_narrow(spec)), *leaders]
@@ -138,9 +170,11 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
     usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
     found = [
         *islice(usual, max(LEADERS, count - UNTRIED_COUNT)),
-        *islice(best_of_kinds(untried), UNTRIED_COUNT),
-    ]
-    by_name = {spec.name: spec for spec in reversed(found[:count])}
+        *islice(best_of_kinds(others(UNTRIED)), UNTRIED_COUNT),
+    ][:count]
+    if stores(problem) and count > 1:
+        found += [spec for _, spec in others(DYNAMIC)]
+    by_name = {spec.name: spec for spec in reversed(found)}
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
 
 
@@ -272,6 +306,10 @@ def main() -> int:
         "--split-sectors", action="store_true",
         help="only products whose rows of D begin within a sector of memory",
     )  # fmt: skip
+    parser.add_argument(
+        "--stores", action="store_true",
+        help="only large results of short K, and dynamic kernels beside `--candidates`",
+    )  # fmt: skip
     parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
     parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
     parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
@@ -280,7 +318,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    problems = products(arguments.count, arguments.seed, arguments.split_sectors)
+    only = splits_sectors if arguments.split_sectors else stores if arguments.stores else None
+    problems = products(arguments.count, arguments.seed, only)
     if arguments.suite:
         problems = list(shapes.suite(arguments.suite))
     if arguments.build:

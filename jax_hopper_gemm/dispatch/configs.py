@@ -47,6 +47,12 @@ class Config:
         )  # fmt: skip
 
 
+# Where storing a large D takes longest, tiles that are claimed keep close together what is written.
+LARGE_RESULTS = (
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+)
+
 # Configurations with N and M exchanged, where they differ, serve the transposed problem.
 DENSE_CONFIGS = (
     # Large products: 128 accumulators a thread or more, and multicast: most math per byte loaded.
@@ -65,6 +71,7 @@ DENSE_CONFIGS = (
     # Short K, or a better fit of waves: one warpgroup stores while the other multiplies.
     Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
     Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
+    *LARGE_RESULTS,
     # Fewer tiles than SMs, or a small M or N.
     Config(128, 128, cluster_m=2),
     Config(128, 128, cluster_n=2),
@@ -129,7 +136,7 @@ HALVES_CONFIGS = (  # for operands of 16 bits, of which these have been measured
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
     *_EITHER_ORDER,
 )
-TRANSPOSED_CONFIGS = (*_EITHER_ORDER, Config(128, 192, cluster_m=2))
+TRANSPOSED_CONFIGS = (*_EITHER_ORDER, Config(128, 192, cluster_m=2), *LARGE_RESULTS)
 
 
 # Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.

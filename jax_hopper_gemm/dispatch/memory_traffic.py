@@ -16,7 +16,9 @@ from .device import L2_BYTES, Device
 from .expected_tiles import equal_groups
 from .several import least, most, where
 
-STORED = 1.2  # measured: what a byte of D costs, in bytes that are read; 1.3 in unfavorable orders
+# Fitted: what a byte of D costs, in bytes that are read. Where clusters have fixed shares of the
+# tiles some fall behind, so that tiles in flight lie farther apart.
+STORED, STORED_BY_SHARES = 1.2, 1.4
 # Measured, for each line of a box that is stored: what two sectors cost of which it fills a part.
 # 60 to 90 with 32 elements of 16 bits, 80 to 110 with 64.
 SPLIT_SECTOR_BYTES = 80.0
@@ -57,7 +59,8 @@ def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the bytes that could be read in the time that stores take longer than reads."""
     p, s = problem, spec
     elements = (1 if p.groups and p.groups.axis == "m" else p.l) * p.m * p.n
-    slow = (STORED - 1) * elements * p.element_bytes
+    stored = STORED if p.groups else where(s.dynamic, STORED, STORED_BY_SHARES)
+    slow = (stored - 1) * elements * p.element_bytes
     if p.splits_sectors:
         widths = (s.epi_box(result.dtype).contiguous for result in p.graph.matrices)
         slow += SPLIT_SECTOR_BYTES * elements * sum(1 / width for width in widths)
