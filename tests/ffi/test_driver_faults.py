@@ -101,7 +101,7 @@ def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
         return count - 1
 
     assert failures(lambda count: load(alone, PLAN.encode(), f"{digest}_{count}")) > 10
-    refused = load(alone, PLAN.encode(), digest, results=(D, small))
+    refused = load(alone, CLEARING, digest, results=(D, small))
     assert failures(lambda _: jax.block_until_ready(refused(A, B))) > 3
     jax.block_until_ready(load(alone, PLAN.encode(), digest)(A, B))
 

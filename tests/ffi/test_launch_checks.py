@@ -184,7 +184,7 @@ def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, d
 )
 def test_a_map_that_leaves_its_buffer_is_refused(launcher, driver, digest, change, reached):
     if "dtype" in change:  # a byte past the end, of elements that no kernel has
-        words = list(PLAN.encode())
+        words = list(CLEARING)
         words[16], words[19] = 0, 129
     else:
         words = replace(PLAN, params=(replace(PLAN.params[0], **change), *PLAN.params[1:])).encode()
