@@ -257,9 +257,7 @@ def measured(
     results = {name: jitted[name](*input_sets[0]) for name in ("ours", "xla")}
     difference = largest_difference(results["ours"], results["xla"])
     del results
-    specs = {name: specs_of(functions[name], *input_sets[0]) for name in ("ours", "plain")
-             if name in functions}  # fmt: skip
-    added = {name: sum(map(timing.clearing, found)) for name, found in specs.items()}
+    specs = specs_of(functions["ours"], *input_sets[0])
     pause = min(1.0, 20 * flops_of(case, shape) / RATE)
     rows = []
     for regime in regimes:
@@ -267,10 +265,7 @@ def measured(
             loops = {name: timing.sustained(f, input_sets) for name, f in jitted.items()}
             timings = timing.alternate(loops, min(rounds, 2))
         else:
-            bursts = {
-                name: timing.burst(f, input_sets, added.get(name, 0.0))
-                for name, f in jitted.items()
-            }
+            bursts = {name: timing.burst(f, input_sets) for name, f in jitted.items()}
             rest = functools.partial(time.sleep, pause)
             timings = timing.alternate(bursts, rounds, rest)
         us = {name: t.median for name, t in timings.items()}
@@ -284,7 +279,7 @@ def measured(
                 floor(case, shape, us),
                 case.speedups.get(shape),
                 difference,
-                tuple(spec.name for spec in specs["ours"]),
+                tuple(spec.name for spec in specs),
             )  # fmt: skip
         )
     return rows

@@ -370,11 +370,10 @@ def measured(
     all_sizes = {kind: SIZES[kind](shape.tokens, shape.experts, 0) for kind in kinds}
     first = (*input_sets[0], jnp.asarray(next(iter(all_sizes.values()))))
     candidates = Candidates(shape, what, wanted, first)
-    kernel, clearing = "", 0.0
+    kernel = ""
     if "ours" in candidates.functions:
         specs = specs_of(ours()[what], *abstract(shape))
         kernel = ", ".join(spec.name for spec in specs)
-        clearing = sum(map(timing.clearing, specs))
     pause = functools.partial(time.sleep, min(1.0, 20 * shape.flops / RATE))
     for kind, sizes in all_sizes.items():
         on_gpu = jnp.asarray(sizes)
@@ -386,9 +385,8 @@ def measured(
         if shape.decodes and what != "weight":
             weights = np.count_nonzero(sizes) * shape.k * shape.n * 2 / BYTES_PER_US
         for regime in regimes:
-            added = {"ours": clearing}
-            timings = timed(candidates.functions, sets, regime, rounds, added, pause)
-            timings |= timed(candidates.slow, sets, regime, 1, added, pause)
+            timings = timed(candidates.functions, sets, regime, rounds, pause)
+            timings |= timed(candidates.slow, sets, regime, 1, pause)
             yield Row(
                 name, kind, what, regime,
                 {candidate: t.median for candidate, t in timings.items()},
@@ -402,13 +400,12 @@ def timed(
     sets: Sequence[tuple],
     regime: str,
     rounds: int,
-    added: dict[str, float],
     pause: Callable[[], None],
 ) -> dict[str, timing.Timing]:
     if regime == "sustained":
         loops = {name: timing.sustained(f, sets) for name, f in functions.items()}
         return timing.alternate(loops, min(rounds, 2))
-    bursts = {name: timing.burst(f, sets, added.get(name, 0.0)) for name, f in functions.items()}
+    bursts = {name: timing.burst(f, sets) for name, f in functions.items()}
     return timing.alternate(bursts, rounds, pause)
 
 

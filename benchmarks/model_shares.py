@@ -39,7 +39,6 @@ from models import Program
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.fusion.jaxprs import ClosedJaxpr
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
-from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
@@ -105,11 +104,6 @@ class Left:
         """How many sets of inputs are read in turns."""
         nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.arguments)
         return timing.sets_to_rotate(nbytes)
-
-    def clearing(self, name: str) -> float:
-        """Returns the microseconds in which a candidate's launches clear their workspaces."""
-        specs = self.specs.get(name, ())
-        return sum(timing.clearing(spec) for spec in specs if isinstance(spec, GemmSpec))
 
     @property
     def ratio(self) -> float:
@@ -236,7 +230,7 @@ def time_them(batch: Sequence[Left], rounds: int) -> None:
             draw, *functions = functions
             inputs = [tuple(draw(jnp.uint32(seed))) for seed in range(left.num_sets)]
             bursts = {
-                name: timing.burst(function, inputs, left.clearing(name))
+                name: timing.burst(function, inputs)
                 for name, function in zip(left.candidates, functions, strict=True)
             }
             pause = min(1.0, 10 * left.flops / RATE)

@@ -139,7 +139,6 @@ class Program:
       copies: arrays of the rows' shape that XLA writes.
       difference: the largest of any result from the reference.
       kernels: names of those of ours that it runs.
-      clearing: microseconds that they take besides themselves.
       counted: whether CUPTI counts its kernels.
     """
 
@@ -149,7 +148,6 @@ class Program:
     copies: int
     difference: float
     kernels: tuple[str, ...]
-    clearing: float
     counted: bool
 
 
@@ -179,8 +177,7 @@ def prepared(
     return Program(
         run, seconds, getattr(memory, "temp_size_in_bytes", None),
         rows_written(text, shape.rows, shape.features), float(np.max(differences)),
-        tuple(spec.name for spec in launched),
-        sum(map(timing.clearing, launched)), counted,
+        tuple(spec.name for spec in launched), counted,
     )  # fmt: skip
 
 
@@ -192,9 +189,8 @@ def times(
     for name, program in programs.items():
         if not by_host(program, regime):
             (slow if program.seconds > SLOW else quick)[name] = program.run
-    added = {name: program.clearing for name, program in programs.items()}
-    found |= timed(quick, [inputs], regime, rounds, added, pause)
-    found |= timed(slow, [inputs], regime, 1, added, pause)
+    found |= timed(quick, [inputs], regime, rounds, pause)
+    found |= timed(slow, [inputs], regime, 1, pause)
     for name in programs.keys() - found.keys():
         found[name] = host_timing(programs[name], inputs)
     return {name: found[name] for name in programs}

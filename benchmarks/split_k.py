@@ -3,9 +3,9 @@
     python benchmarks/split_k.py --build FOLDER      # anywhere: compiles the kernels
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/split_k.py --json split_k.json
 
-Candidates take turns on the same random inputs, in one process; medians of kernel times (CUPTI), to
-which a dynamic kernel's are added the microseconds in which its counter is cleared. Each split
-product is compared with XLA's before it is timed, and must have the same bits 20 times.
+Candidates take turns on the same random inputs, in one process; medians of kernel times
+(CUPTI). Each split product is compared with XLA's before it is timed, and must have the same bits
+20 times.
 """
 
 from __future__ import annotations
@@ -123,10 +123,8 @@ def run(rounds: int) -> list[dict]:
                 again = np.asarray(function(*input_sets[0])).reshape(expected.shape)
                 assert (again.view(np.uint16) == result.view(np.uint16)).all(), (name, shape)
             functions[name] = function
-        cleared = {name: timing.clearing(spec) for name, (spec, _) in found.items()}
         measures = {
-            name: timing.burst(function, input_sets, added=cleared.get(name, 0.0))
-            for name, function in functions.items()
+            name: timing.burst(function, input_sets) for name, function in functions.items()
         }
         timings = timing.alternate(measures, rounds)
         xla_us = timings["xla"].median

@@ -54,7 +54,7 @@ from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import SWIZZLE_BYTES, GemmSpec
-from jax_hopper_gemm.testing import benchmark, shapes, timing
+from jax_hopper_gemm.testing import benchmark, shapes
 
 RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
 OPEN = 1.02  # XLA's expected time over ours, from which more is to be learnt of a product
@@ -220,10 +220,7 @@ def timed(
             samples[name].append(totals[name])
     if missing := specs.keys() - samples.keys():
         raise RuntimeError(f"CUPTI saw no {', '.join(sorted(missing))}")
-    return {
-        name: statistics.median(times) + timing.clearing(specs.get(name))
-        for name, times in samples.items()
-    }
+    return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def survey(problem: GemmProblem, chosen: Sequence[Candidate], rounds: int) -> dict[str, float]:

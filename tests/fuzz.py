@@ -73,6 +73,7 @@ def run(name: str, seconds: float, seed: int = 0) -> int:
 def sanitized(folder: Path, sanitizer: str, threads: int) -> Trial:
     """The launcher's C++ under a sanitizer; a trial takes a second and makes thousands."""
     from chip.problems import Draw
+    from support.plans import clearing
 
     from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
@@ -92,6 +93,8 @@ def sanitized(folder: Path, sanitizer: str, threads: int) -> Trial:
     with open(folder / "plans", "w") as file:
         for plan in (*drawn, *(replace(drawn[0], params=params) for params in past)):
             words = plan.encode()
+            if plan.workspaces:
+                words = clearing(words, plan.first_workspace, plan.workspaces[0])
             sizes = parameter_bytes(words)
             buffers = 1 + max(getattr(param, "buffer", 0) for param in plan.params)
             print(buffers + len(plan.workspaces), len(sizes), *sizes, *words, file=file)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import cases, cutting, outcome, policies
+from support import cases, counters, cutting, outcome, policies
 from support.compiling import skip_without_compiler
 from support.ptx import arithmetic, quantization
 from support.ptx.gpu import PtxGpu, kernel_of, ptx_of
@@ -166,3 +166,8 @@ def test_the_text_is_the_kernels_and_has_its_parameters():
         gpu: Any = PtxGpu(lambda text: other)
         inputs = cases.integer_inputs(problem, 0)
         outcome.run_all(gpu, problem, spec, RasterOrder(), inputs)
+
+
+@pytest.mark.parametrize("spec", counters.dynamic_specs(), ids=lambda spec: spec.name)
+def test_a_launch_frees_the_counter_of_its_tiles(spec):
+    counters.check(PtxGpu(), spec, SMS, launches=2)

@@ -107,7 +107,7 @@ def timers(
             print(f"left out: {error}", file=sys.stderr)
             return math.inf
         function = benchmark.one_kernel(problem, spec, raster_order, device.num_sms)
-        return statistics.median(timing.burst(function, arrays, timing.clearing(spec))())
+        return statistics.median(timing.burst(function, arrays)())
 
     def time_xla() -> float:
         time.sleep(pause)

@@ -120,7 +120,7 @@ class KernelArgs(NamedTuple):
     extents: Any  # `Extents`, if the epilogue must know them
     zero_fill: Any  # `ZeroFill`, where a warp does that
     split_k: Any  # `SplitK`, where K is split
-    tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
+    tile_counter: Any  # pointer to the 16 bytes of the dynamic scheduler's counter
 
 
 class Strided(NamedTuple):
@@ -224,7 +224,7 @@ def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | Cu
         extents=Extents(_number("m"), _number("n")) if spec.needs_extents else None,
         zero_fill=zero_fill,
         split_k=split_k,
-        tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
+        tile_counter=_pointer("tile_counter", alignment=16) if spec.dynamic else None,
     )
 
 

@@ -11,6 +11,8 @@
 | `zero_fill` | who writes the matrices of empty groups |
 | `tile_coords` | a CTA's sequence of tiles; where each lies in every tensor map |
 | `mailbox` | how one warp tells the others of a cluster which tile is next |
+| `tile_counter` | how clusters claim tiles; how the counter is made ready |
+| `flags` | how a CTA tells others that what it wrote may be read |
 | `shared_memory` | who has which bytes, and which barriers |
 | `warp`, `dtypes` | the lanes of a warp for `gemm/group_search.py`; CuTe's types |
 | `compile` | spec → cubin |

@@ -11,14 +11,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cutlass_dsl import select_
 
 from ..gemm.k_split import begin_of
 from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
+from . import flags
 from .shared_memory import WARPGROUP
 
 VECTOR = 4  # float32 of 16 bytes
-RELEASED = 0x6A09E667F3BCC908  # of a flag: 64 bits of the square root of 2
 
 
 class NoFinish:
@@ -57,12 +56,7 @@ class OrderedSum(NoFinish):
 
         every part but the last     accumulators -> slot of its item; release the warp's flag
         the last part               acquire the flags of all items before it that have k-tiles of
-                                    the tile; add their slots, in the order of K
-
-    NOTE: nobody clears the flags before a launch, and XLA may have used their memory for anything.
-    So a released one is 64 bits that nothing else holds but by a chance of 2**-64, and the part
-    that has seen it frees it: what this launch leaves, a replay of its graph does not take for its
-    own.
+                                    the tile and free them; add their slots, in the order of K
     """
 
     def __init__(self, spec):
@@ -84,8 +78,8 @@ class OrderedSum(NoFinish):
             args.split_k.partials + cute.assume(rank * tile + thread * VECTOR, divby=VECTOR),
             cute.make_layout((VECTOR, self.vectors), stride=(1, VECTOR * self.threads)),
         )
-        flags = cute.recast_ptr(args.split_k.flags, dtype=Int64)
-        return PartialSums(args, slot, flags + (rank * s.tile_warps + thread // 32))
+        first = cute.recast_ptr(args.split_k.flags, dtype=Int64)
+        return PartialSums(args, slot, first + (rank * s.tile_warps + thread // 32))
 
     def stores(self, coords):
         return coords.part.is_last
@@ -112,23 +106,15 @@ class OrderedSum(NoFinish):
         cute.autovec_copy(self.vectors_of(acc), self.slot_of(view, item))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.store(self.flag_of(view, item), Int64(RELEASED), sem="release", scope="gpu")
+            flags.release(self.flag_of(view, item))
 
     @cute.jit
     def wait(self, view, item):
-        """Waits for a warp's partial sums, and frees its flag.
-
-        NOTE: of a loop whose end may differ between lanes, ptxas makes a wait after every wgmma.
-        """
+        """Waits for a warp's partial sums, and frees its flag."""
         flag = self.flag_of(view, item)
-        waiting = Int32(1)
-        while waiting == 1:
-            value = cute.arch.load(flag, Int64, sem="acquire", scope="gpu")
-            differs = select_(value == RELEASED, Int32(0), Int32(1))
-            waiting = cute.arch.make_warp_uniform(differs)
-        cute.arch.sync_warp()  # what lane 0 has acquired the others may read
+        flags.wait(flag)
         if cute.arch.lane_idx() == 0:
-            cute.arch.store(flag, Int64(0))
+            flags.free(flag)
 
     @cute.jit
     def add(self, view, acc, first, end):

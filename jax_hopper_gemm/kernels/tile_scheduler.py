@@ -10,6 +10,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..gemm import group_search, k_split
 from ..gemm.group_search import GroupTile, Window, holds, is_last
+from . import tile_counter
 from .mailbox import Mailbox
 from .warp import Warp
 
@@ -105,33 +106,33 @@ class DynamicScheduler(StaticScheduler):
         (following,) = self.mailbox.read(state, reader)
         return following, reader + 1
 
-    @cute.jit
-    def run_scheduler_warp(self, state, tiles_in_turn: cutlass.Constexpr):
+    def run_scheduler_warp(self, state, tiles_in_turn):
         """Publishes tiles until every reader has met one past the end; one warp of a cluster.
 
         NOTE: a warpgroup that takes every other tile may step over the first tile past the end, so
         as many follow as there are warpgroups in turn. If it read the mailbox only on a condition
         instead, ptxas would put a wait after every wgmma: 16 `WARPGROUP.DEPBAR` for 2.
         """
-        launched = cute.arch.grid_dim()[0] // self.spec.cluster_m
+        cluster = cute.arch.block_idx()[0] // self.spec.cluster_m
+        clusters = cute.arch.grid_dim()[0] // self.spec.cluster_m
+        if self.spec.dynamic:
+            tile_counter.start(state.args.tile_counter, cluster)
+        self.publish_tiles(state, cluster, clusters, tiles_in_turn)
+        if self.spec.dynamic:
+            tile_counter.finish(state.args.tile_counter, clusters)
+
+    @cute.jit
+    def publish_tiles(self, state, cluster, clusters, tiles_in_turn: cutlass.Constexpr):
+        tile_counter.wait(state.args.tile_counter)
         published = Int32(0)
         past_the_end = Int32(0)
         while past_the_end < tiles_in_turn:
             slot = self.mailbox.free_slot(state, published)
-            index = launched + claim(state.args.tile_counter)
+            index = clusters + tile_counter.claim(state.args.tile_counter)
             self.mailbox.publish(state, slot, [index])
             published += 1
             if index >= state.args.raster.total:
                 past_the_end += 1
-
-
-@cute.jit
-def claim(counter):
-    """Returns the counter's value to all lanes of a warp, and advances it."""
-    claimed = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        claimed = cute.arch.atomic_add(counter, Int32(1))
-    return cute.arch.shuffle_sync(claimed, 0)
 
 
 class GroupedScheduler(DynamicScheduler):
@@ -159,11 +160,9 @@ class GroupedScheduler(DynamicScheduler):
         return GroupTile(*self.mailbox.read(state, reader)), reader + 1
 
     @cute.jit
-    def run_scheduler_warp(self, state, tiles_in_turn: cutlass.Constexpr):
-        """Publishes tiles as `DynamicScheduler` does."""
+    def publish_tiles(self, state, cluster, clusters, tiles_in_turn: cutlass.Constexpr):
         lanes = Warp()
-        launched = cute.arch.grid_dim()[0] // self.spec.cluster_m
-        index = cute.arch.block_idx()[0] // self.spec.cluster_m
+        index = cluster
         window = self.first_window(state)
         published = Int32(0)
         past_the_end = Int32(0)
@@ -176,10 +175,12 @@ class GroupedScheduler(DynamicScheduler):
             self.mailbox.publish(state, slot, tile)
             published += 1
             past_the_end += select_(exists, Int32(0), Int32(1))
-            if cutlass.const_expr(self.spec.tile_scheduler == "dynamic"):
-                index = launched + claim(state.args.tile_counter)
+            if cutlass.const_expr(self.spec.dynamic):
+                if published == 1:  # the first tile hides the wait
+                    tile_counter.wait(state.args.tile_counter)
+                index = clusters + tile_counter.claim(state.args.tile_counter)
             else:
-                index = index + launched
+                index = index + clusters
 
     @cute.jit
     def search(self, state, window, index):

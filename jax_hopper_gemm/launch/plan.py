@@ -33,14 +33,6 @@ PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """Scratch memory: an extra result of the call, after those of the epilogue."""
-
-    nbytes: int  # a multiple of 4
-    cleared: bool  # whether the launcher sets it to zero before each launch
-
-
-@dataclass(frozen=True)
 class LaunchPlan:
     """One launch.
 
@@ -55,22 +47,19 @@ class LaunchPlan:
     threads: int
     smem_bytes: int
     params: tuple[Param, ...]
-    workspaces: tuple[Workspace, ...] = ()
+    workspaces: tuple[int, ...] = ()  # bytes of scratch memory: extra results of the call
     first_workspace: int = 3
 
     def encode(self) -> tuple[int, ...]:
         """Returns int64 words: version, grid, cluster, threads, smem, cleared, params.
 
-        `cleared` is a count, then (buffer, bytes) pairs; `params` a count, then the
-        parameters in the kernel's order, each opened by its kind: 0 tensor map (buffer, offset,
+        `cleared` is a count, then (buffer, bytes) pairs: memory that the launcher sets to zero. It
+        is 0 here; programs of version 0.1 have such. `params` is a count, then the parameters in
+        the kernel's order, each opened by its kind: 0 tensor map (buffer, offset,
         CUtensorMapDataType, CUtensorMapSwizzle, rank, dims, strides, box), 1 int32, 2 pointer.
         """
-        cleared = [
-            (self.first_workspace + i, w.nbytes) for i, w in enumerate(self.workspaces) if w.cleared
-        ]
         words: list[int] = [PLAN_VERSION, *self.grid, *self.cluster, self.threads, self.smem_bytes]
-        words += [len(cleared), *(word for pair in cleared for word in pair)]
-        words += [len(self.params)]
+        words += [0, len(self.params)]
         for param in self.params:
             words += param.encode()
         return tuple(words)
@@ -118,21 +107,17 @@ def make_plan(
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
         values |= _numbers("zero", grid.zero_rows(problem))
-    workspaces: list[Workspace] = []
-
-    def workspace(nbytes: int, *, cleared: bool) -> Pointer:
-        workspaces.append(Workspace(nbytes, cleared))
-        return Pointer(first_workspace + len(workspaces) - 1)
-
+    workspaces: dict[str, int] = {}
     if spec.dynamic:
-        values["tile_counter"] = workspace(4, cleared=True)
+        workspaces["tile_counter"] = 16
     if spec.split_k:
         tape = grid.k_split(problem, spec, num_sms)
         slots = max(1, tape.ranges) * spec.cluster_size
         values |= _numbers("tape", tape)
-        values["partials"] = workspace(4 * slots * spec.d_tile_m * spec.tile_n, cleared=False)
-        values["flags"] = workspace(8 * slots * spec.tile_warps, cleared=False)
-    return _launch(problem, spec, num_sms, values, first_workspace, tuple(workspaces))
+        workspaces["partials"] = 4 * slots * spec.d_tile_m * spec.tile_n
+        workspaces["flags"] = 8 * slots * spec.tile_warps
+    values |= {name: Pointer(first_workspace + i) for i, name in enumerate(workspaces)}
+    return _launch(problem, spec, num_sms, values, first_workspace, tuple(workspaces.values()))
 
 
 def _launch(
@@ -141,7 +126,7 @@ def _launch(
     num_sms: int,
     values: dict[str, Param],
     first_workspace: int,
-    workspaces: tuple[Workspace, ...] = (),
+    workspaces: tuple[int, ...] = (),
 ) -> LaunchPlan:
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(

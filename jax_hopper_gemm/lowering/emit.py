@@ -140,7 +140,7 @@ def _launch(
         first = 1 + request.num_b  # of the epilogue's operands
         found = overwriting_results(avals, in_place, route, outputs)
         aliases = {first + place: number for place, number in found.items()}
-    workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
+    workspaces = [ShapedArray((nbytes,), np.uint8) for nbytes in route.plan.workspaces]
     outs = (*outputs, *workspaces)
 
     def program(*arrays: Any) -> list[Any]:

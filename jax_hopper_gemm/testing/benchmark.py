@@ -88,7 +88,7 @@ def one_kernel(
     """
     plan = make_plan(problem, spec, raster_order, num_sms)
     results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
-    workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
+    workspaces = [jax.ShapeDtypeStruct((nbytes,), "uint8") for nbytes in plan.workspaces]
     launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
     attributes = product_attributes(problem, spec, plan)
 
@@ -147,8 +147,7 @@ def run(
         for function in functions.values():
             jax.block_until_ready(function(*input_sets[0]))  # compiles
         for regime in regimes:
-            added = {"hopper": timing.clearing(forced.spec), "auto": timing.clearing(free.spec)}
-            timings = _time(functions, input_sets, regime, rounds, problem.flops, added)
+            timings = _time(functions, input_sets, regime, rounds, problem.flops)
             if same and "auto" in makers and "hopper" in timings:
                 timings["auto"] = timings["hopper"]
             rows.append(Row(problem, regime, kernel, auto, timings))
@@ -254,13 +253,10 @@ def _time(
     regime: str,
     rounds: int,
     flops: int,
-    added: Mapping[str, float],
 ) -> dict[str, timing.Timing]:
     if regime == "sustained":
         loops = {name: timing.sustained(f, input_sets) for name, f in functions.items()}
         return timing.alternate(loops, min(rounds, 2))
-    bursts = {
-        name: timing.burst(f, input_sets, added.get(name, 0.0)) for name, f in functions.items()
-    }
+    bursts = {name: timing.burst(f, input_sets) for name, f in functions.items()}
     pause = min(1.0, 20 * flops / _RATE)  # twice as long as ten calls, so that the card is cool
     return timing.alternate(bursts, rounds, rest=functools.partial(time.sleep, pause))

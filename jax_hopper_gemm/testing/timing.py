@@ -17,14 +17,8 @@ from typing import Any
 
 import jax
 
-from ..gemm.spec import GemmSpec
-
 L2_BYTES = 64 * 2**20  # no Hopper GPU has more
 MAX_SETS = 32  # of inputs; products so small that these fit in L2 are read from L2 in life, too
-
-# What a dynamic scheduler's counter costs to clear before each launch, 4 bytes in a CUDA graph,
-# measured on an H200. CUPTI's list of kernels does not hold it.
-CLEAR_MICROSECONDS = 1.7
 
 _LAUNCHES = 10  # calls in one burst measurement, at least
 _CHUNK_SECONDS = 0.05  # of a sustained loop between two looks at the clock
@@ -82,14 +76,7 @@ def sets_to_rotate(input_bytes: int) -> int:
     return min(MAX_SETS, -(-2 * L2_BYTES // max(input_bytes, 1)))
 
 
-def clearing(spec: GemmSpec | None) -> float:
-    """Returns the microseconds in which a launch of `spec`'s kernel clears its workspace."""
-    return CLEAR_MICROSECONDS if spec and spec.dynamic else 0.0
-
-
-def burst(
-    function: Callable, input_sets: Sequence[tuple], added: float = 0.0
-) -> Callable[[], list[float]]:
+def burst(function: Callable, input_sets: Sequence[tuple]) -> Callable[[], list[float]]:
     """Returns a measurement of `function`'s kernel time by CUPTI, for `alternate`.
 
     A call's time is the sum of its kernels'.
@@ -97,7 +84,6 @@ def burst(
     Args:
       function: a jitted function.
       input_sets: arguments of its calls; each call takes the next set.
-      added: microseconds that a call takes besides its kernels.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -108,7 +94,7 @@ def burst(
         _, milliseconds = measured()
         if milliseconds is None:
             raise RuntimeError("CUPTI saw no kernel: is another profiler attached?")
-        return [t * 1e3 + added for t in milliseconds]
+        return [t * 1e3 for t in milliseconds]
 
     return measure
 

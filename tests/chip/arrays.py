@@ -200,13 +200,13 @@ class _Placing:
         plan = make_plan(trial.problem, trial.spec, trial.raster_order, trial.num_sms)
         sizes = [nbytes for _, nbytes in trial.buffers]
         mode = self.rng.choice((0, 1, 1, 2))
-        for workspace in plan.workspaces:
-            addresses.append(self._take(workspace.nbytes))
-            sizes.append(workspace.nbytes)
+        for nbytes in plan.workspaces:
+            addresses.append(self._take(nbytes))
+            sizes.append(nbytes)
             batch.arrays.append(
                 self._array(
-                    "workspace", "int32", addresses[-1], (1, 1, 1, 1, workspace.nbytes // 4),
-                    (0, 0, 0, 0, 1), kind=0 if workspace.cleared else mode,
+                    "workspace", "int32", addresses[-1], (1, 1, 1, 1, nbytes // 4),
+                    (0, 0, 0, 0, 1), kind=mode,
                 )
             )  # fmt: skip
         self._reference(first_array)

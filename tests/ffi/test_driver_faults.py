@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fake_driver.harness import NAME, SOURCES, Launcher, compile_library
-from support.launches import PLAN, A, B, D, load
+from support.launches import CLEARING, PLAN, A, B, D, load
 
 OUT_OF_MEMORY, LAUNCH_FAILED, CAPTURE_INVALIDATED, UNNAMED = 2, 719, 901, 12345  # CUresult
 
@@ -42,7 +42,7 @@ def test_a_cuda_error_names_kernel_call_and_error(
 ):
     driver.fail(call, result)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+        jax.block_until_ready(load(launcher, CLEARING, digest)(A, B))
     assert str(caught.value).startswith(code)
     assert f"jax_hopper_gemm: {NAME}: {call} failed: {text}{detail}" in str(caught.value)
 
@@ -50,7 +50,7 @@ def test_a_cuda_error_names_kernel_call_and_error(
 @pytest.mark.parametrize("result", [OUT_OF_MEMORY, CAPTURE_INVALIDATED])
 def test_each_call_of_the_driver_may_fail(launcher, driver, digest, result):
     """In turn, of loading and of running; a captured launch makes the calls of an eager one."""
-    jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+    jax.block_until_ready(load(launcher, CLEARING, digest)(A, B))
     calls = [call["call"] for call in driver.calls()]
     assert len(calls) > 15
     for i, failing in enumerate(calls):
@@ -58,7 +58,7 @@ def test_each_call_of_the_driver_may_fail(launcher, driver, digest, result):
         driver.fail_after(i, result)
         message = ""
         try:
-            jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+            jax.block_until_ready(load(launcher, CLEARING, digest)(A, B))
         except jax.errors.JaxRuntimeError as error:
             message = str(error)
         made = [call["call"] for call in driver.calls()]
@@ -70,7 +70,7 @@ def test_each_call_of_the_driver_may_fail(launcher, driver, digest, result):
             assert f"{NAME}: {failing} failed: " in message
             assert "cuLaunchKernelEx" not in made[:-1]
     driver.reset()
-    jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+    jax.block_until_ready(load(launcher, CLEARING, digest)(A, B))
     assert [call["call"] for call in driver.calls()] == calls
 
 
@@ -101,7 +101,7 @@ def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
         return count - 1
 
     assert failures(lambda count: load(alone, PLAN.encode(), f"{digest}_{count}")) > 10
-    refused = load(alone, PLAN.encode(), digest, results=(D, small))
+    refused = load(alone, CLEARING, digest, results=(D, small))
     assert failures(lambda _: jax.block_until_ready(refused(A, B))) > 3
     jax.block_until_ready(load(alone, PLAN.encode(), digest)(A, B))
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fake_driver.harness import NAME
-from support.launches import PLAN, A, B, D, load, run_launches
+from support.launches import CLEARING, PLAN, A, B, D, load, run_launches
 from support.random_calls import random_calls
 
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
@@ -69,7 +69,7 @@ def test_a_kernel_with_other_parameters_is_never_launched(
 
 @pytest.mark.slow
 def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
-    words = PLAN.encode()
+    words = CLEARING
     for length in range(len(words)):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"ends after {length} words, before"):
             load(launcher, words[:length], digest)
@@ -107,7 +107,7 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
     ],
 )
 def test_a_word_out_of_range_is_named(launcher, digest, position, word, message):
-    words = list(PLAN.encode())
+    words = list(CLEARING)
     words[position] = word
     with pytest.raises(jax.errors.JaxRuntimeError, match="the launch plan is malformed") as caught:
         load(launcher, words, digest)
@@ -127,7 +127,7 @@ def test_a_plan_of_another_version_says_what_to_do(launcher, digest, version):
 
 @pytest.mark.parametrize("dtype", range(13))
 def test_elements_of_every_dtype_of_a_map_are_counted(launcher, driver, digest, dtype):
-    words = list(PLAN.encode())
+    words = list(CLEARING)
     words[16], words[19] = dtype, 2000
     nbytes = {0: 1, 1: 2, 4: 8, 5: 8, 6: 2, 8: 8, 9: 2}.get(dtype, 4)  # as cuda.h numbers them
     message = f"the launch plan reaches {63 * 128 + 2000 * nbytes}"
@@ -158,7 +158,7 @@ def test_more_tensor_maps_than_fit_are_refused(launcher, digest):
 
 
 def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, digest):
-    program = load(launcher, PLAN.encode(), digest, results=(D,))
+    program = load(launcher, CLEARING, digest, results=(D,))
     with pytest.raises(jax.errors.JaxRuntimeError, match="refers to 4 buffers, the call has 3"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuLaunchKernelEx") == []
@@ -166,7 +166,7 @@ def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, d
 
 def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, digest):
     small = jax.ShapeDtypeStruct((4,), jnp.uint8)
-    program = load(launcher, PLAN.encode(), digest, results=(D, small))
+    program = load(launcher, CLEARING, digest, results=(D, small))
     with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, .* reaches 8"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuMemsetD32Async") == []
@@ -184,7 +184,7 @@ def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, d
 )
 def test_a_map_that_leaves_its_buffer_is_refused(launcher, driver, digest, change, reached):
     if "dtype" in change:  # a byte past the end, of elements that no kernel has
-        words = list(PLAN.encode())
+        words = list(CLEARING)
         words[16], words[19] = 0, 129
     else:
         words = replace(PLAN, params=(replace(PLAN.params[0], **change), *PLAN.params[1:])).encode()
@@ -208,7 +208,7 @@ def test_a_map_of_groups_is_held_to_its_rows(launcher, driver, digest, axis, mis
     shapes["k"] = [(192, 256), (192, 128), (3, 256, 128)]
     lengths = [math.prod(shape) - 8 * (i == missing) for i, shape in enumerate(shapes[axis])]
     a, b, sizes = [*(jnp.zeros(length, jnp.bfloat16) for length in lengths[:2]), jnp.zeros(3, int)]
-    work = [jax.ShapeDtypeStruct((work.nbytes,), jnp.uint8) for work in plan.workspaces]
+    work = [jax.ShapeDtypeStruct((nbytes,), jnp.uint8) for nbytes in plan.workspaces]
     results = [jax.ShapeDtypeStruct((lengths[2],), jnp.bfloat16), *work]
     program = load(launcher, plan.encode(), digest, (a, b, sizes), results)
     if missing is None:

@@ -15,12 +15,12 @@ import pytest
 from chip import device
 from fake_driver.harness import FAKE_STREAM, NAME, SOURCES, compile_library
 from support.cubin_samples import SPEC
-from support.launches import COUNTER, CPU, PLAN, A, B, D, address, load
+from support.launches import CLEARING, COUNTER, CPU, PLAN, A, B, D, address, load
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.launch.plan import TensorMap, Workspace, make_plan
+from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
 
 def test_launch_gets_the_plan_and_the_addresses(launcher, driver, digest):
@@ -85,15 +85,14 @@ def test_a_borrowed_context_is_given_back(launcher, driver, digest):
 
 
 def test_a_cleared_workspace_is_set_to_zero_before_the_launch(launcher, driver, digest):
-    _, counter = load(launcher, PLAN.encode(), digest)(A, B)
+    _, counter = load(launcher, CLEARING, digest)(A, B)
     (memset,) = driver.calls("cuMemsetD32Async")
     assert memset["address"] == address(counter)
     assert (memset["value"], memset["words"], memset["stream"]) == (0, 2, FAKE_STREAM)
 
 
 def test_a_workspace_that_is_not_flagged_is_left_alone(launcher, driver, digest):
-    plan = replace(PLAN, workspaces=(Workspace(8, cleared=False),))
-    load(launcher, plan.encode(), digest)(A, B)
+    load(launcher, PLAN.encode(), digest)(A, B)
     assert driver.calls("cuMemsetD32Async") == []
     assert len(driver.calls("cuLaunchKernelEx")) == 1
 
@@ -115,12 +114,12 @@ def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
     shapes = ((2, 256, 128), (2, 128, 512))
     operands = [jax.device_put(jnp.ones(shape, jnp.bfloat16), CPU) for shape in shapes]
     results = [jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16)]
-    results += [jax.ShapeDtypeStruct((work.nbytes,), jnp.uint8) for work in plan.workspaces]
+    results += [jax.ShapeDtypeStruct((nbytes,), jnp.uint8) for nbytes in plan.workspaces]
     load(launcher, plan.encode(), digest, operands=operands, results=results)(*operands)
     (launch,) = driver.calls("cuLaunchKernelEx")
     assert launch["grid"] == list(plan.grid)
     assert launch["smem_bytes"] == spec.smem_bytes
-    assert len(driver.calls("cuMemsetD32Async")) == len(plan.workspaces)
+    assert driver.calls("cuMemsetD32Async") == []
 
 
 def test_a_digest_is_resolved_once_and_never_while_running(launcher, digest):

@@ -15,8 +15,8 @@ arithmetic with every kind of groups one is among them. Each runs on random prod
 around arrays changes is checked, numbers are not.
 
 With `--unset` results and workspaces are not set before a launch, and results not read after it, so
-initcheck sees what a kernel reads there; those that split K are left out, since they may read any
-flag.
+initcheck sees what a kernel reads there; those that split K or have the dynamic scheduler are left
+out, since they may read any flag.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
         specs = [spec for spec in specs if not spec.grouped]
         check = check_plain
     if arguments.unset:
-        specs = [spec for spec in specs if not spec.split_k]
+        specs = [spec for spec in specs if not (spec.split_k or spec.dynamic)]
         check = check_unset if arguments.policies else check_nothing
     chosen = list(dict.fromkeys(specs))[arguments.first :: arguments.every]
     failures = 0

@@ -83,7 +83,7 @@ class Launch:
 
     def __init__(self, gpu: Gpu, kernel: int, plan: LaunchPlan, buffers: Sequence[Buffer | Part]):
         self.gpu, self.plan = gpu, plan
-        sizes = (workspace.nbytes + WORKSPACE_GUARD for workspace in plan.workspaces)
+        sizes = (nbytes + WORKSPACE_GUARD for nbytes in plan.workspaces)
         self.workspaces = [gpu.allocate(nbytes) for nbytes in sizes]
         self.buffers = [*buffers, *self.workspaces]
         self._kernel = gpu.driver.CUkernel(kernel)
@@ -96,11 +96,7 @@ class Launch:
         gpu.call("cuKernelSetAttribute", limit, plan.smem_bytes, self._kernel, gpu.handle)
 
     def __call__(self, stream: int = 0) -> None:
-        """Enqueues the kernel, after clearing its flagged workspaces."""
-        for i, workspace in enumerate(self.plan.workspaces):
-            if workspace.cleared:
-                address = self.buffers[self.plan.first_workspace + i].address
-                self.gpu.call("cuMemsetD8Async", address, 0, workspace.nbytes, stream)
+        """Enqueues the kernel."""
         self._config.hStream = self.gpu.driver.CUstream(stream)
         addresses = ctypes.addressof(self._addresses)
         self.gpu.call("cuLaunchKernelEx", self._config, self._kernel, addresses, 0)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from fake_driver.harness import Driver, Launcher
 from support.launches_on_cpu import parameter_bytes
+from support.plans import clearing
 from support.random_calls import Call
 
 from jax_hopper_gemm.launch import ffi_target
-from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap
 from jax_hopper_gemm.lowering.call import custom_calls
 
 CPU = jax.devices("cpu")[0]
@@ -33,8 +34,9 @@ PLAN = LaunchPlan(
         Int32(-3),
         Pointer(3),
     ),
-    workspaces=(Workspace(8, cleared=True),),
+    workspaces=(8,),
 )
+CLEARING = clearing(PLAN.encode(), 3, 8)
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32", "ui8": "uint8"}
 

@@ -47,6 +47,11 @@ def decode(words: tuple[int, ...]) -> dict:
     return plan
 
 
+def clearing(words: tuple[int, ...], buffer: int, nbytes: int) -> tuple[int, ...]:
+    """Returns an encoded plan as programs of version 0.1 have it: the launcher clears a buffer."""
+    return (*words[:9], 1, buffer, nbytes, *words[10:])
+
+
 def epilogue_case(graph, *layouts, up_offset=None, m=328, n=512, k=64, batches=3, **changes):
     """Returns a problem of compact A, B and D with an epilogue, and a kernel for it."""
     problem = replace(

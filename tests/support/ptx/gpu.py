@@ -117,7 +117,7 @@ class PtxLaunch:
 
     def __init__(self, gpu: PtxGpu, spec: KernelSpec, plan: LaunchPlan, buffers: Sequence[Any]):
         self.plan, kernel = plan, kernel_of(gpu.edit(ptx_of(spec)))
-        self.workspaces = [gpu.allocate(w.nbytes + WORKSPACE_GUARD) for w in plan.workspaces]
+        self.workspaces = [gpu.allocate(nbytes + WORKSPACE_GUARD) for nbytes in plan.workspaces]
         addresses = [buffer.address for buffer in (*buffers, *self.workspaces)]
         names = kernel.program.params
         if len(names) != len(plan.params):
@@ -138,7 +138,4 @@ class PtxLaunch:
         )  # fmt: skip
 
     def __call__(self) -> None:
-        for workspace, buffer in zip(self.plan.workspaces, self.workspaces, strict=True):
-            if workspace.cleared:
-                buffer.bytes[: workspace.nbytes] = 0
         self._launch.run()
