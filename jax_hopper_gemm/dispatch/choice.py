@@ -26,8 +26,8 @@ from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec, types_of
-from .cost import Estimate, copying_ns, cutting_ns, estimate, pass_ns
-from .device import Device
+from .cost import Estimate, copying_ns, cutting_ns, estimate
+from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import equal_groups
 from .invariance import invariant_specs, is_invariant, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
@@ -167,7 +167,7 @@ def _refilled(
     if entry.prefer == "xla" and not kernel_only:
         matrices = 1 if p.groups and p.groups.axis == "m" else p.l
         d_bytes = matrices * p.m * p.n * DTYPES[p.d_dtype].itemsize
-        pass_us = pass_ns(d_bytes) / 1e3
+        pass_us = d_bytes / MEMORY_BYTES_PER_NS / 1e3
         lost_us = (entry.kernel_us or 0.0) - (entry.xla_us or 0.0)
         costs_more = lost_us >= pass_us or not entry.kernel_us or not entry.xla_us
         if costs_more and (spec or best_kernel(problem, device)[0]):

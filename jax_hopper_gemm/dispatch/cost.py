@@ -48,7 +48,7 @@ LAUNCH_NS = 1400.0  # fitted; includes the gap between two launches of a CUDA gr
 EVICTED = 0.99  # measured, up to 64 rows: where what is read once leaves L2 first
 MEMORY_LEAK = 0.1  # fitted: of the faster of SMs and device memory, as `mainloop_cycles.LEAK`
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
-CLEARING_NS = 1700.0  # measured: to clear the counter of tiles
+COUNTER_NS = 500.0  # assumed: until the counter of tiles is ready
 DYNAMIC_CYCLES = 900.0  # fitted: to claim and find a tile of groups
 # Fitted over 940 kernels of 47 products: what claims cost the tiles of two pingpong warpgroups.
 # Cooperative ones claim a tile while they multiply.
@@ -139,7 +139,7 @@ def _times(
     memory_ns = memory / MEMORY_BYTES_PER_NS
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
-    ns += where(s.dynamic, 0.0 if p.groups else CLEARING_NS, 0.0)
+    ns += where(s.dynamic, 0.0 if p.groups else COUNTER_NS, 0.0)
     return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
 
