@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 from ..gemm.dtypes import DTYPES
@@ -226,11 +227,18 @@ def with_whole_lines(gemm: Gemm, product: ShapedProduct) -> Gemm:
 
 
 def _indices(product: ShapedProduct, labels: Sequence[str]) -> _Indices:
-    """Returns M, N, K and the batch.
+    """Returns M, N, K and the batch of a product without groups.
 
     Axes of M that do not merge are batch axes along which B stands still; likewise for N.
     """
-    subscripts, extents = product.subscripts, product.extents
+    return _indices_of(product.subscripts, product.lhs_shape, product.rhs_shape, tuple(labels))
+
+
+@lru_cache(maxsize=4096)
+def _indices_of(
+    subscripts: Subscripts, lhs_shape: Sequence[int], rhs_shape: Sequence[int], labels: Sequence[str]
+) -> _Indices:
+    extents = subscripts.extents(lhs_shape, rhs_shape)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     out = subscripts.out
