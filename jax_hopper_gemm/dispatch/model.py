@@ -25,7 +25,7 @@ from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
 from .outlines import outlined
-from .several import Several, where
+from .several import Several, each, where
 from .xla import LINE, Fit, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
@@ -114,7 +114,7 @@ def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
     """Returns costs of outlines, infinite where their kernels would not be considered."""
     ns, *_, waves = rough_times(problem, kernels, device)
     ns = _doubtful_ns(kernels, ns, waves.number)
-    gains: Any = is_worth_splitting(waves.tiles, waves.resident)
+    gains = each(is_worth_splitting, waves.tiles, waves.resident)
     left_out = where(gains, False, kernels.split_k) | _is_unlikely(problem, kernels)
     return where(worthwhile(kernels), where(left_out, math.inf, ns), math.inf)
 

@@ -28,6 +28,9 @@ Finished = dict[Any, Any]  # arrays of `Result`s, whose values are the builder's
 
 def arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) -> Any:
     """Returns an array whose axes are `labels` as the variable that has `axes`."""
+    like = array.shape == variable.shape and array.dtype == variable.dtype
+    if like and [*labels] == [*axes]:
+        return array
     kept = [i for i, label in enumerate(labels) if label in axes]
     array = lax.squeeze(array, [i for i in range(len(labels)) if i not in kept])
     present = [labels[i] for i in kept]
@@ -58,9 +61,9 @@ def finish_by(
         by_source: Finished = {}
         for result, shape in kept.items():
             if result.kind == "row_sumexp":
-                by_source[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
+                by_source[result] = tuple(lax.reshape(waiting.pop(0), shape) for _ in range(2))
             elif result.plane == 0:
-                by_source[result] = jnp.reshape(waiting.pop(0), shape)
+                by_source[result] = lax.reshape(waiting.pop(0), shape)
         finished = {
             result: by_source[source][0] if result != source else by_source[source]
             for result, source in spelled.items()

@@ -103,8 +103,7 @@ def split_of(tiles: int, k_tiles: int, k: int, clusters: int) -> tuple[int, int]
 
 def is_worth_splitting(tiles: int, clusters: int) -> bool:
     """Returns whether whole tiles would leave most clusters idle, at once or in the last wave."""
-    rest = tiles % clusters
-    return (rest > 0) & (2 * rest <= clusters)
+    return 0 < 2 * (tiles % clusters) <= clusters
 
 
 def first_unit(
