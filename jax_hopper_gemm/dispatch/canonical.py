@@ -140,7 +140,7 @@ def roles(product: ShapedProduct, labels: Sequence[str] = ()) -> Roles:
     if product.groups:
         rows, batch = ("k", GROUP) if is_varlen_k(subscripts) else ("m", "")
         return Roles(m=rows, n="n", batch=batch, swap_ab=False)
-    i = _indices(product, labels)
+    i = _indices(product.subscripts, product.lhs_shape, product.rhs_shape, tuple(labels))
     ordered, out = subscripts.swapped() if i.swap_ab else subscripts, subscripts.out
     batch = "".join(axis.letters for axis in i.batch)
     merged = i.m.letters + i.n.letters + batch
@@ -173,7 +173,7 @@ def as_gemm(
     """
     if product.groups:
         return _as_grouped_gemm(product, product.groups, epilogue, labels)
-    i = _indices(product, labels)
+    i = _indices(product.subscripts, product.lhs_shape, product.rhs_shape, tuple(labels))
     graph_operands = epilogue.operands if epilogue else ()
     layouts = tuple(
         operand_layout(operand.kind, *i.layouts(FIRST_OPERAND + j))
@@ -226,19 +226,15 @@ def with_whole_lines(gemm: Gemm, product: ShapedProduct) -> Gemm:
     return replace(gemm, problem=replace(p, **layouts), padded=tuple(padded)) if padded else gemm
 
 
-def _indices(product: ShapedProduct, labels: Sequence[str]) -> _Indices:
-    """Returns M, N, K and the batch of a product without groups.
+@lru_cache(maxsize=4096)
+def _indices(
+    subscripts: Subscripts, lhs: tuple[int, ...], rhs: tuple[int, ...], labels: tuple[str, ...]
+) -> _Indices:
+    """Returns M, N, K and the batch of a product without groups, its operands of these shapes.
 
     Axes of M that do not merge are batch axes along which B stands still; likewise for N.
     """
-    return _indices_of(product.subscripts, product.lhs_shape, product.rhs_shape, tuple(labels))
-
-
-@lru_cache(maxsize=4096)
-def _indices_of(
-    subscripts: Subscripts, lhs_shape: Sequence[int], rhs_shape: Sequence[int], labels: Sequence[str]
-) -> _Indices:
-    extents = subscripts.extents(lhs_shape, rhs_shape)
+    extents = subscripts.extents(lhs, rhs)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     out = subscripts.out

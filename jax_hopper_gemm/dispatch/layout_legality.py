@@ -227,8 +227,8 @@ def _matrix_violations(
             wrong = ": make a compact copy"
         elif nbytes % TMA_ALIGNMENT:
             wrong = (
-                f", not a multiple of {TMA_ALIGNMENT}: choose a stride that is a multiple of {step} "
-                "elements"
+                f", not a multiple of {TMA_ALIGNMENT}: choose a stride that is a multiple of "
+                f"{step} elements"
             )
         elif nbytes >= MAX_STRIDE_BYTES:
             wrong = ", not under 2**40: split it"

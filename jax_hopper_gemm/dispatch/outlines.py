@@ -32,7 +32,7 @@ from .several import Several
 # Types with other epilogues and results have the same outlines, but for what `OF_RESULTS` names.
 BARE = {n: EpilogueGraph(n, results=plain_graph("float32").results) for n in (1, 2)}
 OF_RESULTS = ("d_dtype", "loose_d", "epilogue", "graph", "epi_box", "epi_stage_bytes")
-BARE_BATCH: dict[str, Any] = {"nested": False, "indexed": None}  # where matrices lie costs nothing
+BARE_BATCH: dict[str, Any] = {"nested": False, "indexed": None}  # on which no cost depends
 
 
 class Outlines(NamedTuple):
@@ -54,7 +54,7 @@ def outlined(problem: GemmProblem) -> list[Outlines]:
 
 @lru_cache(maxsize=1024)
 def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
-    """Returns a type's outlines: those of a bare epilogue, but for what they have in common."""
+    """Returns a type's outlines: those of a bare epilogue and batch, but for what they share."""
     bare, graph = replace(problem_type, **BARE_BATCH), problem_type.epilogue
     if not (graph and graph.needs_whole_rows):  # for which there are more configurations
         graph = BARE[graph.accumulators if graph else 1]
@@ -73,7 +73,8 @@ def _stored(problem_type: ProblemType, wide: bool) -> tuple[tuple[Config, ...], 
     configs, specs, kernels = _alike(along_k(problem_type), wide)
     majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
     tiles = [(s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n) for s in specs]
-    stored = {tile: spec.varied(**majors) for tile, spec in dict(zip(tiles, specs)).items()}
+    of_tile = dict(zip(tiles, specs, strict=True))  # boxes are the same of all others
+    stored = {tile: spec.varied(**majors) for tile, spec in of_tile.items()}
     boxes = {
         name: Several([getattr(stored[tile], name) for tile in tiles])
         for name in ("a_box", "b_box")

@@ -59,8 +59,9 @@ def each_where(
     (places,) = condition.nonzero()
     found = np.empty((len(condition), len(other)), np.int64)
     found[:] = other
-    picked = (x[places] if isinstance(x, np.ndarray) else x for x in numbers)
-    found[places] = np.array(each(function, *picked)).T
+    if places.size:
+        picked = (x[places] if isinstance(x, np.ndarray) else x for x in numbers)
+        found[places] = np.array(each(function, *picked)).T
     return found.T
 
 

@@ -61,9 +61,9 @@ def finish_by(
         by_source: Finished = {}
         for result, shape in kept.items():
             if result.kind == "row_sumexp":
-                by_source[result] = tuple(lax.reshape(waiting.pop(0), shape) for _ in range(2))
+                by_source[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
             elif result.plane == 0:
-                by_source[result] = lax.reshape(waiting.pop(0), shape)
+                by_source[result] = jnp.reshape(waiting.pop(0), shape)
         finished = {
             result: by_source[source][0] if result != source else by_source[source]
             for result, source in spelled.items()
