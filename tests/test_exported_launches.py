@@ -160,7 +160,7 @@ def test_a_program_that_names_a_file_and_no_kernel_is_refused(
     on_cpu, compile_with, monkeypatch, tmp_path, where, extent
 ):
     digest = where.format(tmp_path=tmp_path) + 63 * "a"
-    monkeypatch.setattr(cubin, "digest_of", lambda spec: digest)
+    monkeypatch.setattr(cubin, "digest_of_json", lambda spec_json: digest)
     exported = product(extent)
     (launch,) = launches_of(exported)
     compile_with([launch])

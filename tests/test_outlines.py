@@ -16,7 +16,15 @@ from jax_hopper_gemm.dispatch.candidates import considered_specs, filled_spec
 from jax_hopper_gemm.dispatch.cost import rough_estimate, rough_times
 from jax_hopper_gemm.dispatch.model import ROUNDING, best_kernel
 from jax_hopper_gemm.dispatch.outlines import outlined
-from jax_hopper_gemm.dispatch.several import Several, each, least, most, where
+from jax_hopper_gemm.dispatch.several import (
+    Several,
+    divisor,
+    each,
+    each_where,
+    least,
+    most,
+    where,
+)
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
@@ -82,7 +90,9 @@ def test_several_objects_have_arrays_of_what_differs():
     pair = Several([one, other, replace(one, k=32)])
     assert pair.n == 8 and pair.a.major == "m"
     assert pair.m.tolist() == [16, 24, 16] and pair.a.leading_stride.tolist() == [16, 24, 16]
-    assert Several([pair], m=5).m == 5 and Several([pair], m=5).k is pair.k
+    varied = pair.varied(m=5)
+    assert varied.m == 5 and varied.k is pair.k and varied.b.leading_stride is pair.b.leading_stride
+    assert pair.m.tolist() == [16, 24, 16]
 
 
 def test_choices_are_made_for_numbers_and_for_arrays():
@@ -92,3 +102,21 @@ def test_choices_are_made_for_numbers_and_for_arrays():
     assert where(a < b, a, 0).tolist() == [1, 0]
     assert each(divmod, 7, 2) == (3, 1)
     assert [x.tolist() for x in each(divmod, a, 2)] == [[0, 2], [1, 1]]
+    assert divisor(12, 8) == 4 and divisor(np.array([12, 9]), 6).tolist() == [6, 3]
+
+
+@pytest.mark.parametrize(
+    "condition, expected",
+    [
+        ([True, False], [[0, 7], [1, 8]]),
+        ([False, True], [[7, 2], [8, 1]]),
+        ([False] * 2, [[7, 7], [8, 8]]),
+    ],
+)
+def test_a_function_is_of_those_numbers_of_which_a_condition_holds(condition, expected):
+    found = each_where(np.array(condition), divmod, np.array([1, 5]), 2, other=(7, 8))
+    assert [x.tolist() for x in found] == expected
+    alone = [
+        each_where(x, divmod, y, 2, other=(7, 8)) for x, y in zip(condition, (1, 5), strict=True)
+    ]
+    assert [list(x) for x in zip(*alone, strict=True)] == expected

@@ -14,6 +14,7 @@ from .builder import BuildReport as BuildReport
 from .builder import build as build
 from .digest import CubinError as CubinError
 from .digest import digest_of as digest_of
+from .digest import digest_of_json as digest_of_json
 from .loader import LoadedKernel as LoadedKernel
 from .loader import load as load
 from .lookup import get as get

@@ -37,7 +37,12 @@ class CubinError(RuntimeError):
 
 def digest_of(spec: KernelSpec) -> str:
     """Returns the name of `spec`'s kernel in every cache: 64 hexadecimal digits."""
-    identity = (spec.to_json(), kernel_source_digest(), CUTLASS_DSL_VERSION, TARGET)
+    return digest_of_json(spec.to_json())
+
+
+def digest_of_json(spec_json: str) -> str:
+    """Returns the same of the kernel whose `to_json` this is."""
+    identity = (spec_json, kernel_source_digest(), CUTLASS_DSL_VERSION, TARGET)
     return hashlib.sha256("\0".join(identity).encode()).hexdigest()
 
 

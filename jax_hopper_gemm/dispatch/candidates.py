@@ -23,7 +23,7 @@ from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import SMEM_LIMIT, GemmSpec
-from ..gemm.type_legality import GATHERABLE, type_violations
+from ..gemm.type_legality import GATHERABLE
 from .configs import (
     CONFIGS,
     CONVERTED_CONFIGS,
@@ -41,7 +41,7 @@ from .configs import (
     tuner_configs,
 )
 from .device import Device
-from .legality import device_violations, pairing_violations, problem_violations
+from .legality import device_violations, no_kernels, pairing_violations, problem_violations
 from .several import Several, least
 from .table import tables_of
 
@@ -144,7 +144,7 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
     stages, and so it is filled once.
     """
     alike = along_k(problem_type)
-    if problem_type.grouped == "k" or problem_type.simt_width or not has_kernels(alike):
+    if problem_type.grouped == "k" or problem_type.simt_width or no_kernels(alike):
         alike = problem_type
     specs = _filled_specs(tuple(considered), alike)
     a_major, b_major = problem_type.a_major, problem_type.b_major
@@ -172,7 +172,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
     stages: a store is then read while the next is written.
     """
-    if not has_kernels(problem_type):
+    if no_kernels(problem_type):
         return None
     if problem_type.simt_width:
         alike = replace(config, warp_schedule="cooperative", short_boxes=False, evict_first=None)
@@ -204,12 +204,6 @@ def with_rings(config: Config, problem_type: ProblemType, **rings: Any) -> GemmS
         short_boxes=config.short_boxes, evict_first=config.evict_first, split_k=config.split_k,
         **rings,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def has_kernels(problem_type: ProblemType) -> bool:
-    """Whether some kernel runs problems of a type."""
-    return not any(type_violations(problem_type))
 
 
 def _widths(config: Config, problem_type: ProblemType, loads: bool) -> tuple[int, ...]:
@@ -316,7 +310,7 @@ def problem_types(
     choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
     types = [ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices]
     types += [replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types]
-    return [*filter(has_kernels, types)]
+    return [kind for kind in types if not no_kernels(kind)]
 
 
 def measured_specs(device: Device) -> list[GemmSpec]:

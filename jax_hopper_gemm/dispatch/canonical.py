@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 from ..gemm.dtypes import DTYPES
@@ -139,7 +140,7 @@ def roles(product: ShapedProduct, labels: Sequence[str] = ()) -> Roles:
     if product.groups:
         rows, batch = ("k", GROUP) if is_varlen_k(subscripts) else ("m", "")
         return Roles(m=rows, n="n", batch=batch, swap_ab=False)
-    i = _indices(product, labels)
+    i = _indices(product.subscripts, product.lhs_shape, product.rhs_shape, tuple(labels))
     ordered, out = subscripts.swapped() if i.swap_ab else subscripts, subscripts.out
     batch = "".join(axis.letters for axis in i.batch)
     merged = i.m.letters + i.n.letters + batch
@@ -172,7 +173,7 @@ def as_gemm(
     """
     if product.groups:
         return _as_grouped_gemm(product, product.groups, epilogue, labels)
-    i = _indices(product, labels)
+    i = _indices(product.subscripts, product.lhs_shape, product.rhs_shape, tuple(labels))
     graph_operands = epilogue.operands if epilogue else ()
     layouts = tuple(
         operand_layout(operand.kind, *i.layouts(FIRST_OPERAND + j))
@@ -225,12 +226,15 @@ def with_whole_lines(gemm: Gemm, product: ShapedProduct) -> Gemm:
     return replace(gemm, problem=replace(p, **layouts), padded=tuple(padded)) if padded else gemm
 
 
-def _indices(product: ShapedProduct, labels: Sequence[str]) -> _Indices:
-    """Returns M, N, K and the batch.
+@lru_cache(maxsize=4096)
+def _indices(
+    subscripts: Subscripts, lhs: tuple[int, ...], rhs: tuple[int, ...], labels: tuple[str, ...]
+) -> _Indices:
+    """Returns M, N, K and the batch of a product without groups, its operands of these shapes.
 
     Axes of M that do not merge are batch axes along which B stands still; likewise for N.
     """
-    subscripts, extents = product.subscripts, product.extents
+    extents = subscripts.extents(lhs, rhs)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     out = subscripts.out

@@ -89,7 +89,8 @@ def _whole(problem: GemmProblem) -> GemmProblem:
 
     That of one to cut into parts does not.
     """
-    return problem if problem.bf16_terms else replace(problem, indexed=None, stack=1)
+    alone = problem.bf16_terms or problem.indexed is None
+    return problem if alone else replace(problem, indexed=None, stack=1)
 
 
 def _of_stack(decision: Decision, problem: GemmProblem) -> Decision:
@@ -97,6 +98,8 @@ def _of_stack(decision: Decision, problem: GemmProblem) -> Decision:
     if (spec := decision.spec) is None:
         return decision
     indexed = problem.as_stored(spec.d_major).indexed
+    if indexed == spec.indexed:
+        return decision
     return replace(decision, spec=replace(spec, indexed=indexed))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ class Estimate(NamedTuple):
     splits_k: bool = False  # whether clusters share the k-tiles of some tiles
 
 
+@lru_cache(maxsize=4096)
 def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:

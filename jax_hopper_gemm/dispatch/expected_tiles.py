@@ -15,7 +15,7 @@ from ..gemm.k_split import split_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .device import Device
-from .several import each, where
+from .several import each, each_where, where
 
 
 def equal_groups(problem: GemmProblem) -> GemmProblem:
@@ -122,14 +122,13 @@ def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Wave
     """Returns the waves of a launch; those to expect where its rows are grouped."""
     tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
     number, k_tiles = grid.ceil_div(tiles, resident), grid.num_k_tiles(problem, spec)
-    shared = Shared(*each(_split_k_work, spec.split_k, tiles, k_tiles, problem.k, resident))
+    numbers = tiles, k_tiles, problem.k, resident
+    shared = Shared(*each_where(spec.split_k, _split_k_work, *numbers, other=NOT_SHARED))
     clusters = where(spec.split_k, shared.clusters, grid.ceil_div(tiles, number))
     return Waves(tiles, resident, number, clusters * spec.cluster_size, shared)
 
 
-def _split_k_work(splits: bool, tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
-    if not splits:
-        return NOT_SHARED
+def _split_k_work(tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
     split_tiles, ranges = split_of(tiles, k_tiles, k, resident)
     whole, added = tiles - split_tiles, 0
     clusters = min(whole + ranges, resident)

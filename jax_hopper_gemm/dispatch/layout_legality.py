@@ -217,18 +217,22 @@ def _matrix_violations(
         line = f"its lines of {contiguous.upper()}={extent} are {row.nbytes(extent)} bytes"
         way_out = f"pad {contiguous.upper()} from {extent} to {whole}"
         return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
-    way_out = f"choose a stride that is a multiple of {step} elements"
     strides = []
     if extents[other] > 1:
         strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))
     strides += [("its matrices", stride, 0) for stride in batch]
     for neighbours, stride, least in strides:
         nbytes = row.nbytes(stride)
-        apart = f"{stored} and {neighbours} are {nbytes} bytes apart"
         if stride < least:
-            return [f"{apart}: make a compact copy"]
-        if nbytes % TMA_ALIGNMENT:
-            return [f"{apart}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
-        if nbytes >= MAX_STRIDE_BYTES:
-            return [f"{apart}, not under 2**40: split it"]
+            wrong = ": make a compact copy"
+        elif nbytes % TMA_ALIGNMENT:
+            wrong = (
+                f", not a multiple of {TMA_ALIGNMENT}: choose a stride that is a multiple of "
+                f"{step} elements"
+            )
+        elif nbytes >= MAX_STRIDE_BYTES:
+            wrong = ", not under 2**40: split it"
+        else:
+            continue
+        return [f"{stored} and {neighbours} are {nbytes} bytes apart{wrong}"]
     return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import lru_cache
 
 from ..gemm.grid import (
     launched_clusters,
@@ -71,10 +72,16 @@ def split_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
     return [f"{tiles} clusters of tiles for {clusters} of SMs: nothing is gained by splitting K"]
 
 
+@lru_cache(maxsize=1024)
+def no_kernels(problem_type: ProblemType) -> tuple[str, ...]:
+    """Returns why no kernel runs problems of a type."""
+    return tuple(type_violations(problem_type))
+
+
 def problem_violations(problem: GemmProblem) -> list[str]:
     """Returns why no kernel of ours can run `problem`."""
     p = problem
-    reasons = [*type_violations(ProblemType.of(p)), *_shape_violations(p)]
+    reasons = [*no_kernels(ProblemType.of(p)), *_shape_violations(p)]
     if not reasons and len(p.operands) != len(p.graph.operands):
         reasons.append(
             f"the epilogue has {len(p.graph.operands)} operands, {len(p.operands)} are described"
@@ -96,6 +103,8 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
 def _type_differences(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     p, reasons = problem.as_run_by(spec), []
     compiled, needed = ProblemType.of_spec(spec), ProblemType.of(p)
+    if compiled == needed:
+        return []
     for field in (f.name for f in fields(ProblemType) if f.name != "epilogue"):
         has, needs = getattr(compiled, field), getattr(needed, field)
         if has != needs:

@@ -5,15 +5,13 @@ Constants marked "fitted" as in `cost`.
 
 from __future__ import annotations
 
-from math import gcd
-
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import PART_BUFFERS, GemmSpec, TmaBox
 from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_CYCLE
 from .expected_tiles import equal_groups
-from .several import each, least, most, where
+from .several import divisor, each, least, most, where
 
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 
@@ -145,7 +143,7 @@ def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> f
     line in (width - step) of `LINE_BYTES` cases: never where strides are multiples of the line.
     """
     width = box.contiguous * itemsize
-    step = each(gcd, layout.leading_stride * itemsize, width)
+    step = divisor(layout.leading_stride * itemsize, width)
     return elements / box.contiguous * (1 + (width - step) / LINE_BYTES)
 
 

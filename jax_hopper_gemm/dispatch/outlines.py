@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.problem import GemmProblem, plain_graph
@@ -32,6 +32,7 @@ from .several import Several
 # Types with other epilogues and results have the same outlines, but for what `OF_RESULTS` names.
 BARE = {n: EpilogueGraph(n, results=plain_graph("float32").results) for n in (1, 2)}
 OF_RESULTS = ("d_dtype", "loose_d", "epilogue", "graph", "epi_box", "epi_stage_bytes")
+BARE_BATCH: dict[str, Any] = {"nested": False, "indexed": None}  # on which no cost depends
 
 
 class Outlines(NamedTuple):
@@ -53,8 +54,8 @@ def outlined(problem: GemmProblem) -> list[Outlines]:
 
 @lru_cache(maxsize=1024)
 def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
-    """Returns a type's outlines: those of a bare epilogue, but for what they have in common."""
-    bare, graph = problem_type, problem_type.epilogue
+    """Returns a type's outlines: those of a bare epilogue and batch, but for what they share."""
+    bare, graph = replace(problem_type, **BARE_BATCH), problem_type.epilogue
     if not (graph and graph.needs_whole_rows):  # for which there are more configurations
         graph = BARE[graph.accumulators if graph else 1]
         bare = replace(bare, epilogue=graph, d_dtype="float32", loose_d=False)
@@ -63,7 +64,7 @@ def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
         return Outlines(problem_type, configs, kernels)
     one = _outline(configs[0], problem_type)
     common = {name: getattr(one, name) for name in OF_RESULTS}
-    return Outlines(problem_type, configs, Several([kernels], **common))
+    return Outlines(problem_type, configs, kernels.varied(**common))
 
 
 @lru_cache(maxsize=256)
@@ -71,9 +72,14 @@ def _stored(problem_type: ProblemType, wide: bool) -> tuple[tuple[Config, ...], 
     """Returns the same of bare epilogues; along which axes operands lie, only boxes depend on."""
     configs, specs, kernels = _alike(along_k(problem_type), wide)
     majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
-    stored = Several([spec.varied(**majors) for spec in specs])
-    boxes = {name: getattr(stored, name) for name in ("a_box", "b_box") if specs}
-    return configs, Several([kernels], **majors, **boxes)
+    tiles = [(s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n) for s in specs]
+    of_tile = dict(zip(tiles, specs, strict=True))  # boxes are the same of all others
+    stored = {tile: spec.varied(**majors) for tile, spec in of_tile.items()}
+    boxes = {
+        name: Several([getattr(stored[tile], name) for tile in tiles])
+        for name in ("a_box", "b_box")
+    }
+    return configs, kernels.varied(**majors, **boxes)
 
 
 @lru_cache(maxsize=256)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from math import gcd
 from typing import Any
 
 import numpy as np
 
 
 class Several:
-    """Objects as one: an attribute is theirs where they agree, else the array of theirs.
+    """Objects as one: an attribute is theirs where they agree, else the array of theirs."""
 
-    `common` are attributes that stand for those of the objects.
-    """
-
-    def __init__(self, objects: Sequence[Any], **common: Any) -> None:
+    def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects
-        vars(self).update(common)
 
     def __getattr__(self, name: str) -> Any:
         found = values = [getattr(thing, name) for thing in self._objects]
@@ -38,6 +35,12 @@ class Several:
         """Calls each, where the objects are methods."""
         return Several([method(*args) for method in self._objects])
 
+    def varied(self, **attributes: Any) -> Several:
+        """Returns the same objects with other values of some attributes."""
+        varied = Several([self])
+        vars(varied).update(vars(self) | attributes, _objects=[self])
+        return varied
+
 
 def each(function: Callable[..., Any], *numbers: Any) -> Any:
     """Returns a function of numbers, or the array of what it is of each; of pairs, a pair."""
@@ -45,6 +48,28 @@ def each(function: Callable[..., Any], *numbers: Any) -> Any:
         return function(*numbers)
     columns = [x.tolist() if isinstance(x, np.ndarray) else repeat(x) for x in numbers]
     return np.array(list(map(function, *columns))).T
+
+
+def each_where(
+    condition: Any, function: Callable[..., Any], *numbers: Any, other: Sequence[int]
+) -> Any:
+    """Returns the same of a function of several results where a condition holds, else `other`."""
+    if not isinstance(condition, np.ndarray):
+        return each(function, *numbers) if condition else other
+    (places,) = condition.nonzero()
+    found = np.empty((len(condition), len(other)), np.int64)
+    found[:] = other
+    if places.size:
+        picked = (x[places] if isinstance(x, np.ndarray) else x for x in numbers)
+        found[places] = np.array(each(function, *picked)).T
+    return found.T
+
+
+def divisor(a: Any, b: Any) -> Any:
+    """Returns the greatest common divisor of two numbers, of arrays for each of their elements."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.gcd(a, b)
+    return gcd(a, b)
 
 
 def where(condition: Any, then: Any, other: Any) -> Any:

@@ -28,6 +28,9 @@ Finished = dict[Any, Any]  # arrays of `Result`s, whose values are the builder's
 
 def arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) -> Any:
     """Returns an array whose axes are `labels` as the variable that has `axes`."""
+    like = array.shape == variable.shape and array.dtype == variable.dtype
+    if like and [*labels] == [*axes]:
+        return array
     kept = [i for i, label in enumerate(labels) if label in axes]
     array = lax.squeeze(array, [i for i in range(len(labels)) if i not in kept])
     present = [labels[i] for i in kept]

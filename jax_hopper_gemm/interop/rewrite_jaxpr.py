@@ -27,7 +27,7 @@ from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
 from ..lowering.collector import paused_collector
-from ..lowering.route import current_device, route
+from ..lowering.route import canonical
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
@@ -190,7 +190,7 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     request = request_of(as_hopper_dot(equation, Options(), transposes))
     if request.symbolic:
         return None
-    gemm, subscripts = route(request, current_device(), kernel_only=True).gemm, request.subscripts
+    gemm, subscripts = canonical(request), request.subscripts
     if gemm is None:
         apart = len(subscripts.contracted) > 1
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -81,13 +82,13 @@ def sum_dtype(product: Any) -> np.dtype:
     return WIDE if jnp.issubdtype(product.dtype, jnp.floating) else np.dtype(product.dtype)
 
 
+@cache
 def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < WIDE.itemsize
 
 
 def _wide(x: Any) -> Any:
-    dtype = jnp.result_type(x)
-    return lax.convert_element_type(x, WIDE) if _is_narrow(dtype) else x
+    return lax.convert_element_type(x, WIDE) if _is_narrow(x.dtype) else x
 
 
 def _rounded(x: Any, dtype: Any) -> Any:

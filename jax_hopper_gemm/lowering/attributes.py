@@ -21,11 +21,12 @@ def product_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -
 @memoised
 def launch_attributes(spec: KernelSpec, plan: LaunchPlan, extents: str) -> dict[str, Any]:
     """Returns the attributes of an FFI call; errors name the kernel and the extents."""
-    from ..cubin import digest_of  # brings cuda-python with it
+    from ..cubin import digest_of_json  # brings cuda-python with it
 
+    spec_json = spec.to_json()
     return {
-        "digest": digest_of(spec),
-        "spec": spec.to_json(),
+        "digest": digest_of_json(spec_json),
+        "spec": spec_json,
         "name": f"{spec.name} {extents}",
         "plan": np.array(plan.encode(), np.int64),
     }

@@ -190,7 +190,7 @@ def _route(
     fusion, found_roles = None, None
     try:
         if function is None:
-            gemm = _gemm(request)
+            gemm = _bare_gemm(request)
         else:
             gemm, fusion, found_roles = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
@@ -212,6 +212,19 @@ def _route(
     )  # fmt: skip
 
 
+def canonical(request: Request) -> Gemm | None:
+    """Returns the canonical form of a product without an epilogue, if a kernel may be asked for it.
+
+    No kernel is chosen.
+    """
+    if _request_violation(request):
+        return None
+    try:
+        return _bare_gemm(request)
+    except NotAGemm:
+        return None
+
+
 def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] = ()) -> Gemm:
     gemm = as_gemm(request, fusion.graph if fusion else None, labels)
     if request.k_group:
@@ -231,6 +244,9 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     if request.groups or gemm.problem.up_offset or not measured:
         return gemm
     return with_whole_lines(gemm, request)
+
+
+_bare_gemm = memoised(_gemm)
 
 
 def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
