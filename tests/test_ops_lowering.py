@@ -178,7 +178,7 @@ def test_workspaces_are_results_of_the_launch(monkeypatch):
     decision = dispatch.Decision(spec, raster_order, "test", "model")
     monkeypatch.setattr(dispatch, "choose", lambda *args, **kwargs: decision)
     text = lowered(jhg.matmul, shape(M, K), shape(K, N))
-    assert re.search(rf"-> \(tensor<{M}x{N}xbf16>, tensor<4xui8>\)", text.split(LAUNCH)[1])
+    assert re.search(rf"-> \(tensor<{M}x{N}xbf16>, tensor<16xui8>\)", text.split(LAUNCH)[1])
 
 
 HALF = shape(K, N, dtype=jnp.float16)  # which no kernel multiplies with bfloat16
