@@ -12,8 +12,8 @@ does in more time.
 
 Of each product these kernels are timed, in one program with XLA's own product, so that all share
 clock and temperature: the one that dispatch would run, those of least expected cost, the best of
-each kind, and the best two of `UNTRIED`, which dispatch does not know. With `--stores`, of large
-results of short K, also kernels that schedule tiles dynamically. The time of a kernel is
+each kind, and the best two of `UNTRIED`, which dispatch does not know. Of large results of short K
+also those of `DYNAMIC`, unless one kernel is asked for. The time of a kernel is
 CUPTI's, the median over the rounds; every launch reads another set of inputs.
 """
 
@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +112,15 @@ def _is_open(problem: GemmProblem) -> bool:
     return best is not None and xla is not None and xla.ns >= OPEN * best.cost.ns
 
 
-def splits_sectors(problem: GemmProblem) -> bool:
-    return problem.splits_sectors
-
-
 def stores(problem: GemmProblem) -> bool:
     """Whether storing D takes about as long as multiplying, or longer."""
     return problem.m * problem.n >= STORED_ELEMENTS and problem.k <= STORED_K
 
 
 @lru_cache
-def untried_specs(problem_type: ProblemType, configs: Sequence[Config]) -> tuple[GemmSpec, ...]:
+def filled_specs(problem_type: ProblemType, configs: Sequence[Config]) -> tuple[GemmSpec, ...]:
     specs = (filled_spec(config, problem_type) for config in configs)
-    known = set(model_specs(problem_type))
-    return tuple(s for s in specs if s and worthwhile(s) and s not in known)
+    return tuple(spec for spec in specs if spec and worthwhile(spec))
 
 
 def ranked(
@@ -150,9 +146,12 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
     chosen = choose(problem, device, kernel_only=True).spec
     known = ranked(problem, device, considered_specs(problem))
 
-    def others(configs: Sequence[Config]) -> list[tuple[float, GemmSpec]]:
-        found = (untried_specs(kind, configs) for kind in types_of(problem))
+    def legal(configs: Sequence[Config]) -> list[tuple[float, GemmSpec]]:
+        found = (filled_specs(kind, configs) for kind in types_of(problem))
         return ranked(problem, device, chain.from_iterable(found))
+
+    usual_specs = {spec for kind in types_of(problem) for spec in model_specs(kind)}
+    untried = (pair for pair in legal(UNTRIED) if pair[1] not in usual_specs)
 
     leaders = [spec for _, spec in known[:LEADERS]]
     if problem.splits_sectors:
@@ -170,10 +169,10 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
     usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
     found = [
         *islice(usual, max(LEADERS, count - UNTRIED_COUNT)),
-        *islice(best_of_kinds(others(UNTRIED)), UNTRIED_COUNT),
+        *islice(best_of_kinds(untried), UNTRIED_COUNT),
     ][:count]
     if stores(problem) and count > 1:
-        found += [spec for _, spec in others(DYNAMIC)]
+        found += [spec for _, spec in legal(DYNAMIC)]
     by_name = {spec.name: spec for spec in reversed(found)}
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
 
@@ -305,7 +304,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument(
         "--stores", action="store_true",
-        help="only large results of short K, and dynamic kernels beside `--candidates`",
+        help="only large results of short K",
     )  # fmt: skip
     parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
     parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
@@ -315,7 +314,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    only = splits_sectors if arguments.split_sectors else stores if arguments.stores else None
+    only = (
+        attrgetter("splits_sectors")
+        if arguments.split_sectors
+        else stores
+        if arguments.stores
+        else None
+    )
     problems = products(arguments.count, arguments.seed, only)
     if arguments.suite:
         problems = list(shapes.suite(arguments.suite))

@@ -47,7 +47,7 @@ class Config:
         )  # fmt: skip
 
 
-# Where storing a large D takes longest, tiles that are claimed keep close together what is written.
+# Where storing a large D takes longest: what is written at one time lies close together.
 LARGE_RESULTS = (
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
     Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),

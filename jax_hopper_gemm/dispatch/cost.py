@@ -141,7 +141,7 @@ def _times(
     memory_ns = memory / MEMORY_BYTES_PER_NS
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
-    ns += where(s.dynamic, 0.0 if p.groups else COUNTER_NS, 0.0)
+    ns += s.dynamic * (0.0 if p.groups else COUNTER_NS)
     return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
 
@@ -155,13 +155,12 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     took 3,900 cycles more of each 128x256 tile, 4,096 of special function units.
     """
     epilogue = epilogue_cycles(spec)
-    grouped = spec.grouped is not None
-    fetch = where(spec.dynamic, DYNAMIC_CYCLES if grouped else 0.0, 0.0)
-    claims = where(spec.dynamic, 0.0 if grouped else IN_TURNS_CYCLES, 0.0)
-    in_turns = waves * most(mainloop, (mainloop + epilogue + claims) / 2) + epilogue
+    fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
+    in_turns = mainloop + epilogue + spec.dynamic * claims
+    in_turns = waves * most(mainloop, in_turns / 2) + epilogue
     hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - EXPOSED, 0.0)
     shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
-    stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
+    stored = waves * (mainloop + epilogue + spec.dynamic * fetch) - (waves - 1) * hidden * epilogue
     return where(spec.warp_schedule == "pingpong", in_turns, stored + waves * shared)
 
 

@@ -23,7 +23,7 @@ def dynamic_specs() -> list[GemmSpec]:
 
 
 def check(gpu: Any, spec: GemmSpec, num_sms: int, launches: int = 3) -> None:
-    """Checks that a launch frees the flag, and that the next one is right with what it left.
+    """Checks that a launch frees the flag, and that the next one gives the same bits.
 
     A replay of a CUDA graph may find the counter as the one before it has left it.
     """

@@ -16,9 +16,9 @@ class Integers:
 
     def widen(self, pairs):
         """Returns two numbers, in the lowest bits of the halves of a register, as A's dtype."""
-        return widen_integers(pairs, self.bits, self.half, self._pick, self._subtract)
+        return widen_integers(pairs, self.bits, self.half, self._extract, self._subtract)
 
-    def _pick(self, x, mask, flip):
+    def _extract(self, x, mask, flip):
         # One instruction, which the compiler would make two of: 0x6a is the table of (a & b) ^ c.
         code = f"lop3.b32 {{$w0}}, {{$r0}}, {mask:#x}, {flip:#x}, 0x6a;"
         return instruction(code, x)
