@@ -166,8 +166,7 @@ def products(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 
 def dispatch(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Random problems: dispatch chooses, what it chooses is legal, and C++ loads the plan."""
-    import test_dispatch
-    import test_dispatch_grouped
+    from support import dense_problems, grouped_problems
 
     from jax_hopper_gemm.dispatch import H200, choose, problem_violations
     from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -178,7 +177,7 @@ def dispatch(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 
     def trial(seed: int) -> None:
         rng = random.Random(seed)
-        problem = rng.choice((test_dispatch, test_dispatch_grouped)).random_problem(rng)
+        problem = rng.choice((dense_problems, grouped_problems)).random_problem(rng)
         if rng.random() < 0.2:
             named: Any = dict.fromkeys(("a_dtype", "b_dtype", "d_dtype"), "float32")
             problem = replace(problem, bf16_terms=rng.choice((3, 6, 9)), **named)

@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 from support import cases, policies
-from test_dispatch import random_problem
-from test_dispatch_grouped import random_problem as random_grouped_problem
+from support.dense_problems import random_problem
+from support.grouped_problems import random_problem as random_grouped_problem
 
 from jax_hopper_gemm.dispatch import H200, problem_violations
 from jax_hopper_gemm.dispatch.candidates import considered_specs, filled_spec
