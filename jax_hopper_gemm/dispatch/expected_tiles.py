@@ -7,11 +7,12 @@ tiles that they fill in part, which are counted as if sizes were spread (`expect
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import exp
 from typing import Any, NamedTuple
 
 from ..gemm import grid
-from ..gemm.k_split import split_of
+from ..gemm.k_split import is_worth_splitting, split_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .device import Device
@@ -116,6 +117,7 @@ class Shared(NamedTuple):
     stored: Any  # tiles
     multiplied: Any  # k-tiles
     added: Any  # partial sums of others that work on its tile
+    gains: Any  # whether whole tiles would leave most clusters idle
 
 
 def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
@@ -128,6 +130,7 @@ def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Wave
     return Waves(tiles, resident, number, clusters * spec.cluster_size, shared)
 
 
+@lru_cache(maxsize=4096)
 def _split_k_work(tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
     split_tiles, ranges = split_of(tiles, k_tiles, k, resident)
     whole, added = tiles - split_tiles, 0
@@ -136,7 +139,8 @@ def _split_k_work(tiles: int, k_tiles: int, k: int, resident: int) -> Shared:
     if ranges:
         multiplied += grid.ceil_div(split_tiles * k_tiles, ranges)
         added = grid.ceil_div(ranges, split_tiles) - (ranges % split_tiles == 0)
-    return Shared(clusters, ranges, grid.ceil_div(tiles, clusters), multiplied, added)
+    gains = is_worth_splitting(tiles, resident)
+    return Shared(clusters, ranges, grid.ceil_div(tiles, clusters), multiplied, added, gains)
 
 
-NOT_SHARED = Shared(clusters=1, ranges=0, stored=1, multiplied=0, added=0)
+NOT_SHARED = Shared(clusters=1, ranges=0, stored=1, multiplied=0, added=0, gains=False)

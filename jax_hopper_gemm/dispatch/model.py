@@ -16,7 +16,6 @@ import numpy as np
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.grid import ceil_div
-from ..gemm.k_split import is_worth_splitting
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
 from .candidates import considered_specs, filled_spec, worthwhile
@@ -25,7 +24,7 @@ from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
 from .outlines import outlined
-from .several import Several, each, where
+from .several import Several, where
 from .xla import LINE, Fit, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
@@ -116,8 +115,8 @@ def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
     """Returns costs of outlines, infinite where their kernels would not be considered."""
     ns, *_, waves = rough_times(problem, kernels, device)
     ns = _doubtful_ns(kernels, ns, waves.number)
-    gains = each(is_worth_splitting, waves.tiles, waves.resident)
-    left_out = where(gains, False, kernels.split_k) | _is_unlikely(problem, kernels)
+    left_out = kernels.split_k > waves.shared.gains
+    left_out |= _is_unlikely(problem, kernels)
     return where(worthwhile(kernels), where(left_out, math.inf, ns), math.inf)
 
 
