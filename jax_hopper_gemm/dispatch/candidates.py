@@ -41,7 +41,7 @@ from .configs import (
     tuner_configs,
 )
 from .device import Device
-from .legality import device_violations, no_kernels, pairing_violations, problem_violations
+from .legality import device_violations, is_legal, no_kernels, pairing_violations
 from .several import Several, least
 from .table import tables_of
 
@@ -83,7 +83,7 @@ def types_of(problem: GemmProblem) -> tuple[ProblemType, ...]:
     sides = [problem, problem.transposed] if problem.has_like_sides else [problem]
     if problem.bf16_terms and not (problem.reads_parts or problem.indexed):
         sides += [side.in_parts for side in sides]
-    return tuple(ProblemType.of(side) for side in sides if not problem_violations(side))
+    return tuple(ProblemType.of(side) for side in sides if is_legal(side))
 
 
 def considered_specs(problem: GemmProblem) -> list[GemmSpec]:

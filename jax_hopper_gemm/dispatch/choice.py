@@ -30,7 +30,7 @@ from .cost import Estimate, copying_ns, cutting_ns, estimate
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import equal_groups
 from .invariance import invariant_specs, is_invariant, reduces_rows
-from .legality import device_violations, pairing_violations, problem_violations
+from .legality import device_violations, is_legal, pairing_violations, problem_violations
 from .memory_traffic import best_raster_order
 from .model import beside_xla, best_kernel, not_measured, xla_is_faster
 from .table import Key, Source, Table, tables_of
@@ -80,8 +80,8 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
 
 def _refusals(problem: GemmProblem, device: Device) -> list[str]:
     """Returns why no kernel runs `problem`, neither as it is nor transposed nor cut into parts."""
-    refused = [] if types_of(problem) else problem_violations(problem)
-    return device_violations(device) + refused
+    runs = is_legal(problem) or types_of(problem)
+    return device_violations(device) + ([] if runs else problem_violations(problem))
 
 
 def _whole(problem: GemmProblem) -> GemmProblem:

@@ -95,6 +95,12 @@ def problem_violations(problem: GemmProblem) -> list[str]:
     return [*layout_violations(p), *_epilogue_violations(p)]
 
 
+@lru_cache(maxsize=4096)
+def is_legal(problem: GemmProblem) -> bool:
+    """Whether kernels of ours run `problem` the way round that it is."""
+    return not problem_violations(problem)
+
+
 def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     """Returns why the kernel of `spec` cannot run `problem`; each is taken to be legal alone."""
     return [*_type_differences(problem, spec), *extent_violations(problem, spec)]
