@@ -323,7 +323,8 @@ class RegisterConsumer(SharedConsumer):
                 for h in range(2):
                     word = words[first + self.loads.index(k, h, i)]
                     pairs = self.held.spread(word, position, block % joined, h)
-                    registers[4 * block + 2 * i + h] = self.conversion.widen(pairs)
+                    widened = self.conversion.widen(pairs, self.held.place(h))
+                    registers[4 * block + 2 * i + h] = widened
         warpgroup.fence()
         cute.gemm(
             mma, view.sums, fragment[None, None, 0], view.tCrB[None, None, k_block, stage],
@@ -396,6 +397,7 @@ class RegisterConsumer(SharedConsumer):
                     row = nth_column(0, v // 4 * 2 + v % 2)
                     column = self.held.column(origin, inside, v // 2 % 2)
                     value = view.totals[block * of_block + row_block * (EPI_TILE_M // 2) + v]
+                    value = value * (1 / self.conversion.unit)
                     cute.arch.store(view.written + (row * EXCHANGE_PITCH + column), value)
 
     def _read(self, view, row_block, chunk):
