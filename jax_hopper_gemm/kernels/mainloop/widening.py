@@ -25,7 +25,9 @@ class Integers:
         return instruction(code, x)
 
     def _fma(self, x, y, z):
-        return instruction(self.fma + " {$w0}, {$r0}, {$r1}, {$r2};", x, Uint32(y), Uint32(z))
+        # Constants must be in registers: the instruction takes none.
+        code = "{.reg .b32 y, z; mov.b32 y, {$r1}; mov.b32 z, {$r2};"
+        return instruction(code + self.fma + " {$w0}, {$r0}, y, z;}", x, Uint32(y), Uint32(z))
 
 
 class EightBitFloats:
