@@ -284,7 +284,9 @@ class RegisterConsumer(SharedConsumer):
         """
         fragments, words = registers
         self.before_read()
-        there = ring.consumer_try_wait(following)  # long before it is asked: the answer takes time
+        # Asked long before it is needed, as the answer takes time. Not of few stages: of two the
+        # following one is that before, not released yet, and of three it has just begun to load.
+        there = ring.consumer_try_wait(following) if self.spec.num_stages > 3 else None
         for group in range(self.spec.tile_k // LDMATRIX_K):
             if release_previous or group >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)
