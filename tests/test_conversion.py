@@ -25,30 +25,39 @@ def pick(x, mask, flip):
     return (x & np.uint32(mask)) ^ np.uint32(flip)
 
 
-def subtract(half: str):
+def fma(half: str):
+    """Returns a fused multiply-add of pairs; of these numbers float64 holds all sums exactly."""
     dtype = HALVES[half]
 
-    def of_pairs(x, y):
-        y = np.broadcast_to(np.asarray(y, np.uint32), np.shape(x))
-        x, y = (np.ascontiguousarray(z, np.uint32).view(np.uint16).view(dtype) for z in (x, y))
-        difference = x.astype(np.float32) - y.astype(np.float32)
-        return difference.astype(dtype).view(np.uint16).view(np.uint32)
+    def of_pairs(*pairs):
+        shape = np.shape(pairs[0])
+        halves = (np.broadcast_to(np.asarray(x, np.uint32), shape) for x in pairs)
+        x, y, z = (
+            np.ascontiguousarray(each).view(np.uint16).view(dtype).astype(np.float64)
+            for each in halves
+        )
+        return (x * y + z).astype(dtype).view(np.uint16).view(np.uint32)
 
     return of_pairs
 
 
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_integers_become_the_floats_that_they_are(bits, half):
-    """Whatever lies above the numbers' bits."""
+@pytest.mark.parametrize(("bits", "place"), [(8, 0), (4, 0), (4, 4)])
+def test_integers_become_floats_that_count_units(bits, place, half):
+    """Whatever lies above and below the numbers' bits."""
     numbers = np.arange(-(1 << (bits - 1)), 1 << (bits - 1))
     low, high = (x.ravel() for x in np.meshgrid(numbers, numbers))
-    mask, garbage = (1 << bits) - 1, 0xA5A5 << bits & 0xFFFF
-    pairs = ((high & mask | garbage) << 16 | (low & mask) | garbage).astype(np.uint32)
-    widened = conversion.widen_integers(pairs, bits, half, pick, subtract(half))
+    mask = ((1 << bits) - 1) << place
+    garbage = 0xA5A5 & ~mask
+    pairs = ((high << place & mask | garbage) << 16 | (low << place & mask) | garbage).astype(
+        np.uint32
+    )
+    widening = conversion.Widening(bits, half)
+    widened = widening.widen(pairs, place, pick, fma(half))
     found = np.ascontiguousarray(widened, np.uint32).view(np.uint16).view(HALVES[half])
-    assert np.array_equal(found[::2].astype(int), low)
-    assert np.array_equal(found[1::2].astype(int), high)
+    found = found.astype(np.float64) / widening.unit
+    assert np.array_equal(found[::2], low)
+    assert np.array_equal(found[1::2], high)
 
 
 def stage_of(matrix: np.ndarray, bits: int, width: int, *, along_k: bool) -> np.ndarray:
@@ -130,7 +139,7 @@ def test_a_thread_reads_what_wgmma_wants_of_its_columns(held, columns, tile_k, s
             start = conversion.offset_along_n(LANES, slab, width, tile_k)
             address = start + k16 // 2 * conversion.LDMATRIX_K * width
             word = ldmatrix_transposed(stage, address)[2 * (k16 % 2) + i]
-        pairs = held.spread(word, POSITION, block, h)
+        pairs = held.spread(word, POSITION, block, h) >> held.place(h)
         k = 16 * k16 + 8 * i + 2 * POSITION.quad_lane
         assert np.array_equal(pairs & mask, matrix[own[block, h], k])
         assert np.array_equal((pairs >> 16) & mask, matrix[own[block, h], k + 1])

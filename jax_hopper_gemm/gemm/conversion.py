@@ -16,8 +16,8 @@ afterwards (`kernels.mainloop.rs`): so no number moves between threads.
                     ("joined") where a warpgroup has an even number of them, else two warps load
                     the same and share them
 
-Either way `spread` moves the two numbers that belong together to the lowest bits of a register's
-halves, and `widen` makes 16-bit floats of them. All of it is exact.
+Either way `spread` moves the two numbers that belong together to the lower bytes of a register's
+halves, and `Widening` makes 16-bit floats of them. All of it is exact.
 
 Like `wgmma_fragment` this is arithmetic that the device traces and that also runs on NumPy arrays.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from struct import pack
 from typing import Any
 
 from .wgmma_fragment import Position
@@ -76,14 +77,18 @@ class Held:
             return 8 * h
         return 8 * (block if self.joined == 2 else position.warp & 1) + 4 * h
 
-    def spread(self, word: Any, position: Position, block: int, h: int) -> Any:
-        """Returns the two numbers of a thread's h-th column in the lowest bits of two halves.
+    def place(self, h: int) -> int:
+        """Returns the bit at which `spread` puts the numbers of a thread's h-th column."""
+        return 0 if self.along_k else self.bits * h % 8
 
-        `word` is what the thread loaded; other bits may hold anything.
+    def spread(self, word: Any, position: Position, block: int, h: int) -> Any:
+        """Returns the two numbers of a thread's h-th column in the lower bytes of two halves.
+
+        They begin at `place`. `word` is what the thread loaded; other bits may hold anything.
         """
         if self.along_k:
             return word | (word << (16 - self.bits))
-        return word >> self._shift(position, block, h)
+        return word >> (self._shift(position, block, h) - self.place(h))
 
 
 def offset_along_k(position: Position, column: Any, h: int, k: int, width: int, lines: int) -> Any:
@@ -100,32 +105,52 @@ def offset_along_n(lane: Any, column: Any, width: int, rows: int) -> Any:
     return column // width * (rows * width) + swizzled(lane * width + column % width, width)
 
 
-# Widening. `subtract(x, y)` subtracts halves as floats of the dtype.
+@dataclass(frozen=True)
+class Widening:
+    """Integers of some bits -> 16-bit floats: two at a time, by two instructions.
 
-# By the 16-bit dtype, an exponent at which the lowest bits count ones, and the bits below it.
-_ONES = {"bfloat16": (0x4300, 7), "float16": (0x6400, 10)}
+    A number without its sign, put into the lower byte of a half where all above are constants, is
+    a float that grows by equal steps. One fused multiply-add makes `unit` times the number of it.
 
-
-def widen_integers(
-    pairs: Any,
-    bits: int,
-    half: str,
-    pick: Callable[[Any, int, int], Any],
-    subtract: Callable[[Any, int], Any],
-) -> Any:
-    """Returns two signed integers as 16-bit floats, in the halves of a register.
-
-    Args:
-      pick: (x, mask, flip) -> (x & mask) ^ flip.
-      subtract: x - y of two floats each.
+        float16     behind an exponent at which the last of ten digits counts ones
+        bfloat16    by itself: a subnormal, or of the least exponent, counts 2**-133. The largest
+                    factor is 2**127, so numbers are counted in 2**-6
     """
-    ones, digits = _ONES[half]
-    sign = 1 << (bits - 1)
-    if bits <= digits:  # x + sign >= 0 is put behind the exponent
-        return subtract(pick(pairs, _both(2 * sign - 1), _both(ones | sign)), _both(ones | sign))
-    # An exponent of 7 digits: the sign's weight is subtracted by itself.
-    low = pick(pairs, _both(sign - 1), _both(ones))
-    return subtract(low, pick(pairs, _both(sign), _both(ones)))
+
+    bits: int
+    half: str
+
+    @property
+    def unit(self) -> float:
+        """What a one becomes. Sums are divided by it in the end."""
+        return 2.0**-6 if self.half == "bfloat16" else 1.0
+
+    def widen(
+        self,
+        pairs: Any,
+        place: int,
+        pick: Callable[[Any, int, int], Any],
+        fma: Callable[[Any, int, int], Any],
+    ) -> Any:
+        """Returns two numbers that begin at a bit of the halves of a register, as floats there.
+
+        Args:
+          pick: (x, mask, flip) -> (x & mask) ^ flip.
+          fma: x * y + z of two floats each.
+        """
+        sign = 1 << (self.bits - 1)
+        above, step = (0, 2.0**-133) if self.half == "bfloat16" else (0x6400, 1.0)
+        flip = above | sign << place  # number + sign >= 0
+        factor = self.unit / (step * 2**place)
+        least = (1024 * factor if above else 0.0) + self.unit * sign
+        masked = pick(pairs, _both((2 * sign - 1) << place), _both(flip))
+        return fma(masked, _both(self._bits_of(factor)), _both(self._bits_of(-least)))
+
+    def _bits_of(self, value: float) -> int:
+        """Returns a number as the dtype has it; those used are exact there."""
+        if self.half == "float16":
+            return int.from_bytes(pack("<e", value), "little")
+        return int.from_bytes(pack("<f", value), "little") >> 16
 
 
 def _both(half: int) -> int:

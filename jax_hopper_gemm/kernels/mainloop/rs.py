@@ -2,11 +2,11 @@
 
 wgmma takes one operand from registers ("RS"): the one on its M side. So sides are swapped: 64
 columns of B are multiplied by all rows of A in a tile, and the sums are those of D transposed. Math
-warpgroups share a tile's columns. For each 16 of K:
+warpgroups share a tile's columns. For each 32 of K:
 
     load B's numbers from the stage -> widen to A's dtype -> wgmma, which reads A in shared memory
 
-Conversion of the next 16 runs beside the tensor cores, with registers of its own. At the end of a
+Conversion of the next 32 runs beside the tensor cores, with registers of its own. At the end of a
 tile each warpgroup turns its sums, by way of shared memory, into the accumulators that a plain
 product would have left: the epilogue is no other.
 
@@ -17,6 +17,7 @@ blocks, 1), of D.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -52,6 +53,7 @@ from .widening import instruction, make_conversion
 
 IN_FLIGHT = 2  # groups of wgmma, each with registers of its own for B
 WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
+OF_GROUP = LDMATRIX_K // MMA_K  # instructions of a block in a group: as much K as is loaded at once
 
 
 @dataclass(frozen=True)
@@ -264,11 +266,11 @@ class RegisterConsumer(SharedConsumer):
         ring.consumer_release(state)
 
     def make_fragments(self):
-        """Returns registers for B as wgmma reads it, of each group in flight: 16 of K."""
+        """Returns registers for B as wgmma reads it, of each group in flight, each 16 of its K."""
         mma = self.make_swapped_mma()
         shape = mma.get_slice(0).partition_shape_A((self.spec.columns_per_warpgroup, MMA_K))
-        dtype = CUTE_DTYPE[self.spec.a_dtype]
-        return [cute.make_rmem_tensor(shape, dtype) for _ in range(IN_FLIGHT)]
+        make = partial(cute.make_rmem_tensor, shape, CUTE_DTYPE[self.spec.a_dtype])
+        return [[make() for _ in range(OF_GROUP)] for _ in range(IN_FLIGHT)]
 
     def make_words(self):
         """Returns registers for B's numbers in a stage, as they are loaded."""
@@ -282,19 +284,20 @@ class RegisterConsumer(SharedConsumer):
         """
         fragments, words = registers
         self.before_read()
-        for k_block in range(self.spec.tile_k // MMA_K):
-            if release_previous or k_block >= IN_FLIGHT:
+        # Asked long before it is needed, as the answer takes time. Not of few stages: of two the
+        # following one is that before, not released yet, and of three it has just begun to load.
+        there = ring.consumer_try_wait(following) if self.spec.num_stages > 3 else None
+        for group in range(self.spec.tile_k // LDMATRIX_K):
+            if release_previous or group >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)
-            if release_previous and k_block == IN_FLIGHT - 1:
+            if release_previous and group == IN_FLIGHT - 1:
                 release_previous()
-            fragment = fragments[k_block % IN_FLIGHT]
-            self._multiply_k_block(mma, view, fragment, words, k_block, state.index)
-            done = (k_block + 1) * MMA_K
+            self._multiply_group(mma, view, fragments, words, group, state.index)
+            done = (group + 1) * LDMATRIX_K
             if done == WAIT_AT:
-                ring.consumer_wait(following)
-            if done >= WAIT_AT and done % LDMATRIX_K == 0:
-                first = 0 if done == WAIT_AT else done - LDMATRIX_K
-                for k in range(first, done, LDMATRIX_K):
+                ring.consumer_wait(following, there)
+            if done >= WAIT_AT:
+                for k in range(0 if done == WAIT_AT else done - LDMATRIX_K, done, LDMATRIX_K):
                     self._load_words(view, words, following.index, k)
 
     def _load_stage(self, view, words, stage):
@@ -313,24 +316,30 @@ class RegisterConsumer(SharedConsumer):
     def _first_word(self, span, k):
         return (span * self.spec.tile_k + k) // LDMATRIX_K * self.loads.words
 
-    def _multiply_k_block(self, mma, view, fragment, words, k_block, stage):
+    def _multiply_group(self, mma, view, fragments, words, group, stage):
+        """Multiplies the `group`-th `LDMATRIX_K` of K of a stage."""
+        fragments = fragments[group % IN_FLIGHT]
+        for i, fragment in enumerate(fragments):
+            self._convert(view, fragment, words, group, i)
+        warpgroup.fence()
+        for i, fragment in enumerate(fragments):
+            tCrB = view.tCrB[None, None, group * OF_GROUP + i, stage]
+            cute.gemm(mma, view.sums, fragment[None, None, 0], tCrB, view.sums)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def _convert(self, view, fragment, words, group, k16):
+        """Widens the words of the `k16`-th 16 of K of a group."""
         registers = cute.recast_tensor(fragment, Uint32)
         position, joined = view.raw.position, self.held.joined
-        k_first, k = divmod(k_block * MMA_K, LDMATRIX_K)
         for block in range(self.blocks):
-            first = self._first_word(block // joined, k_first * LDMATRIX_K)
+            first = self._first_word(block // joined, group * LDMATRIX_K)
             for i in range(2):
                 for h in range(2):
-                    word = words[first + self.loads.index(k, h, i)]
+                    word = words[first + self.loads.index(k16 * MMA_K, h, i)]
                     pairs = self.held.spread(word, position, block % joined, h)
-                    registers[4 * block + 2 * i + h] = self.conversion.widen(pairs)
-        warpgroup.fence()
-        cute.gemm(
-            mma, view.sums, fragment[None, None, 0], view.tCrB[None, None, k_block, stage],
-            view.sums,
-        )  # fmt: skip
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+                    widened = self.conversion.widen(pairs, self.held.place(h))
+                    registers[4 * block + 2 * i + h] = widened
 
     @cute.jit
     def _accumulate_groups(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
@@ -348,18 +357,17 @@ class RegisterConsumer(SharedConsumer):
         """Multiplies a stage, group by group of those along K that have scales."""
         self._load_stage(view, words, stage)
         self.before_read()
-        of_group = self.spec.k_group // MMA_K
+        count = self.spec.k_group // LDMATRIX_K
         for group in range(self.spec.tile_k // self.spec.k_group):
             scales = [
                 [view.scales[part][x, group, stage] for x in pair] for part, pair in view.columns
             ]
             mma = self.make_swapped_mma()
             mma.set(warpgroup.Field.ACCUMULATE, False)
-            for i in range(of_group):
+            for i in range(count):
                 if i >= IN_FLIGHT:
                     warpgroup.wait_group(IN_FLIGHT - 1)
-                k_block, fragment = group * of_group + i, fragments[i % IN_FLIGHT]
-                self._multiply_k_block(mma, view, fragment, words, k_block, stage)
+                self._multiply_group(mma, view, fragments, words, group * count + i, stage)
             warpgroup.wait_group(0)
             self._add_group(view, scales)
 
@@ -396,6 +404,7 @@ class RegisterConsumer(SharedConsumer):
                     row = nth_column(0, v // 4 * 2 + v % 2)
                     column = self.held.column(origin, inside, v // 2 % 2)
                     value = view.totals[block * of_block + row_block * (EPI_TILE_M // 2) + v]
+                    value = value * (1 / self.conversion.unit)
                     cute.arch.store(view.written + (row * EXCHANGE_PITCH + column), value)
 
     def _read(self, view, row_block, chunk):

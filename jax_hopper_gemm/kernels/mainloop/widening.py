@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from ...gemm.conversion import widen_integers
+from ...gemm.conversion import Widening
 from ...gemm.dtypes import DTYPES
 
 
@@ -11,28 +11,29 @@ class Integers:
     """int8 and int4 -> 16-bit floats."""
 
     def __init__(self, bits, half):
-        self.bits, self.half = bits, half
-        self.subtract = {"bfloat16": "sub.rn.bf16x2", "float16": "sub.rn.f16x2"}[half]
+        self.numbers = Widening(bits, half)
+        self.unit = self.numbers.unit
+        self.fma = {"bfloat16": "fma.rn.bf16x2", "float16": "fma.rn.f16x2"}[half]
 
-    def widen(self, pairs):
-        """Returns two numbers, in the lowest bits of the halves of a register, as A's dtype."""
-        return widen_integers(pairs, self.bits, self.half, self._extract, self._subtract)
+    def widen(self, pairs, place):
+        """Returns two numbers, which begin at a bit of the halves of a register, as A's dtype."""
+        return self.numbers.widen(pairs, place, self._pick, self._fma)
 
-    def _extract(self, x, mask, flip):
+    def _pick(self, x, mask, flip):
         # One instruction, which the compiler would make two of: 0x6a is the table of (a & b) ^ c.
         code = f"lop3.b32 {{$w0}}, {{$r0}}, {mask:#x}, {flip:#x}, 0x6a;"
         return instruction(code, x)
 
-    def _subtract(self, x, y):
-        # A constant must be in a register: the instruction takes none.
-        code = "{.reg .b32 y; mov.b32 y, {$r1}; " + self.subtract + " {$w0}, {$r0}, y;}"
-        return instruction(code, x, Uint32(y))
+    def _fma(self, x, y, z):
+        # Constants must be in registers: the instruction takes none.
+        code = "{.reg .b32 y, z; mov.b32 y, {$r1}; mov.b32 z, {$r2};"
+        return instruction(code + self.fma + " {$w0}, {$r0}, y, z;}", x, Uint32(y), Uint32(z))
 
 
 class EightBitFloats:
     """float8_e4m3fn and float8_e5m2 -> 16-bit floats; NaN and infinities are kept."""
 
-    bits = 8
+    unit = 1.0
 
     def __init__(self, dtype, half):
         kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[dtype]
@@ -42,7 +43,7 @@ class EightBitFloats:
         )
         self.to_bfloat16 = half == "bfloat16"
 
-    def widen(self, pairs):
+    def widen(self, pairs, place):
         halves = instruction(self.code, pairs)
         if not self.to_bfloat16:
             return halves
