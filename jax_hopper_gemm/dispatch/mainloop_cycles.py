@@ -31,8 +31,8 @@ BLOCK_SCALES_CYCLES = 40.0  # more, with scales of blocks of both operands
 # More, where each column has a scale: for 64x128 elements, and for each piece of a tile.
 COLUMN_SCALES_CYCLES, PIECE_CYCLES = 90.0, 40.0
 
-# Of an element, of a loop: counted of int8 stored along N; of int4, by the blocks of 64 columns
-# that share what is loaded, counted 2.2 and 1.7, fitted below.
+# Of an element, of a loop: counted of int8 stored along N. Fitted of int4, by the blocks of 64
+# columns that share what is loaded; counted 2.2 and 1.7.
 CONVERSION_INSTRUCTIONS = 2.2
 INT4_INSTRUCTIONS = {1: 2.0, 2: 1.5}
 CONVERSION_LEAK = 0.3  # assumed: of the faster of conversion and multiplication
