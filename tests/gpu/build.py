@@ -107,8 +107,11 @@ def of_8_bits() -> list[KernelSpec]:
     ]  # fmt: skip
 
 
-def weights() -> list[GemmSpec]:
-    return [*converted_specs(), *converted_variants(), *number_specs(), *weight_specs()]
+def weights() -> list[KernelSpec]:
+    return [
+        *converted_specs(), *converted_variants(), *number_specs(), *weight_specs(),
+        *quantization.specs(),  # arrays of which some tests quantize
+    ]  # fmt: skip
 
 
 def split() -> list[GemmSpec]:
