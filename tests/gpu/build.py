@@ -108,10 +108,7 @@ def of_8_bits() -> list[KernelSpec]:
 
 
 def weights() -> list[KernelSpec]:
-    return [
-        *converted_specs(), *converted_variants(), *number_specs(), *weight_specs(),
-        *quantization.specs(),  # arrays of which some tests quantize
-    ]  # fmt: skip
+    return [*converted_specs(), *converted_variants(), *number_specs(), *weight_specs()]
 
 
 def split() -> list[GemmSpec]:
