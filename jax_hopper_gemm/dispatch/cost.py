@@ -133,7 +133,7 @@ def _times(
     shared, k_tiles = waves.shared, expected_k_tiles(p, s)
     mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
     cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop)
-    sm_ns = (cycles + _exchange_cycles(s, shared.added)) / CYCLES_PER_NS
+    sm_ns = cycles / CYCLES_PER_NS
     sm_ns *= where(s.split_k & (waves.number > 1), SHARED_WAVE, 1.0)
     sm_ns += waves.number * loose_cycles(s) / CYCLES_PER_NS
 
@@ -141,6 +141,7 @@ def _times(
     memory_ns = memory / MEMORY_BYTES_PER_NS
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
+    ns += _exchange_cycles(s, shared.added) / CYCLES_PER_NS  # when all k-tiles have been read
     ns += s.dynamic * (0.0 if p.groups else COUNTER_NS)
     return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
