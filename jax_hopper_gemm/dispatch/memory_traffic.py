@@ -22,8 +22,8 @@ STORED, STORED_BY_SHARES = 1.2, 1.4
 # Measured, for each line of a box that is stored: what two sectors cost of which it fills a part.
 # 60 to 90 with 32 elements of 16 bits, 80 to 110 with 64.
 SPLIT_SECTOR_BYTES = 80.0
-# Fitted: how long reading B takes where a tile's lines are shorter than L2's and CTAs are apart along
-# K, so that none nearby reads the rest of a line.
+# Fitted: how long reading B takes where a tile's lines are shorter than L2's and CTAs are apart
+# along K, so that none nearby reads the rest of a line.
 LINE_BYTES, CUT_LINES = 128, 1.25
 FITTING = 0.8  # of L2, that A and B may take to stay there
 BALANCE = 190.0  # FLOPs for each byte moved, from which tensor cores take longer than memory
@@ -71,7 +71,7 @@ def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
 
 
 def _cut_lines(spec: GemmSpec) -> float:
-    """Returns the part of B's bytes that could be read in the time that its cut lines take longer."""
+    """Returns how much longer reading B takes for lines of which a tile has a part."""
     s = spec
     if s.b_major == "k":
         return 0.0
