@@ -21,7 +21,8 @@ from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.gemm.groups import VARLEN_K, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.lowering.route import Request, route
+from jax_hopper_gemm.lowering.request import Request
+from jax_hopper_gemm.lowering.route import route
 
 T, K, N, G = 12, 3, 4, 3
 LHS, RHS, C = integers((T, K)), integers((T, N), seed=1), integers((G, K, N), seed=2)

@@ -32,7 +32,8 @@ from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import fallback
 from jax_hopper_gemm.lowering.call import product_at
 from jax_hopper_gemm.lowering.finish import finished_results
-from jax_hopper_gemm.lowering.route import Request, route
+from jax_hopper_gemm.lowering.request import Request
+from jax_hopper_gemm.lowering.route import route
 from jax_hopper_gemm.primitives import fused_grad
 from jax_hopper_gemm.primitives.fused_grad import epilogue_p
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot

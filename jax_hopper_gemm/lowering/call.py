@@ -23,9 +23,10 @@ from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch import ffi_target
 from .decide import Decision, Form, decide, forms_of, reads_in_order
-from .devices import lowers_shard
+from .devices import current_device, lowers_shard
 from .origins import MlirValues, Origin, Source, source_of
-from .route import Request, Route, current_device, route
+from .request import Request
+from .route import Route, route
 
 # Attributes of a launch that say which bare product it holds.
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order

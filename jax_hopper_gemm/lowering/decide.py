@@ -15,8 +15,10 @@ from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
+from .arithmetic import reads_any_major
 from .origins import Origin
-from .route import Request, Route, read_for, reads_any_major, route
+from .request import Request
+from .route import Route, read_for, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
 WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert

@@ -49,7 +49,8 @@ from .launch_operands import (
     scales,
 )
 from .register import lower_jaxpr
-from .route import Request, Route
+from .request import Request
+from .route import Route
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:

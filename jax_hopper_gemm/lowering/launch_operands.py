@@ -19,9 +19,11 @@ from ..gemm.dtypes import DTYPES, name_of
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .call import CUT, Call
+from .canonical import scale_letters
 from .cutting import cut_along
 from .devices import lowers_shard
-from .route import Request, Route, scale_letters
+from .request import Request
+from .route import Route
 
 
 def factors(

@@ -24,7 +24,7 @@ from jax.interpreters import partial_eval as pe
 
 from ..fusion.jaxprs import traced_once
 from ..lowering.register import Lowering, register_lowering
-from ..lowering.route import Request
+from ..lowering.request import Request
 from .experimental import HopperPrimitive
 from .remat import add_remat_rule
 

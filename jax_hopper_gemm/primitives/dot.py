@@ -30,7 +30,7 @@ from ..lowering.call import Call, request_between
 from ..lowering.devices import padded_partitions, with_partitions
 from ..lowering.emit import lower_call, mark_options
 from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.route import Request
+from ..lowering.request import Request
 from .call_words import options_of_words, options_to_words
 from .define import Rules, define_primitive
 from .dot_general import dot_general_of

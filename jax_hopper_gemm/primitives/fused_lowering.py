@@ -18,7 +18,7 @@ from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.route import Request
+from ..lowering.request import Request
 from .fused_dot_sharded import emit_fused, route_partitioned
 from .group_sizes import sizes_of_each
 

@@ -31,7 +31,7 @@ from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.route import Request
+from ..lowering.request import Request
 from .define import Rules, define_primitive, mapped_first
 from .dot import reference_dot
 from .ragged_reference import reference_ragged_dot

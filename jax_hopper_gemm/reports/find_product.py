@@ -15,7 +15,7 @@ from ..gemm.dtypes import converts
 from ..lowering.decide import reads_in_order
 from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
-from ..lowering.route import Request
+from ..lowering.request import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.rows import pick_rows_p, sum_rows_p
 from ..primitives.widen import hopper_widen_p
