@@ -14,7 +14,7 @@ from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.program_inspection import LAUNCH, integers, lowered
-from test_fused_lowering import launches, on_matrices, reachable
+from support.reachable import launches, on_matrices, reachable
 from test_ops_epilogue import assert_close
 
 import jax_hopper_gemm as jhg
