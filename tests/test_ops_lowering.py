@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import compute_on
-from support.program_inspection import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered, shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, dispatch
@@ -25,10 +25,6 @@ from jax_hopper_gemm.lowering.origins import Origin
 from jax_hopper_gemm.lowering.request import Request
 
 pytestmark = pytest.mark.usefixtures("launcher")
-
-
-def shape(*extents: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 def hopper(subscripts: str):

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support.program_inspection import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered, shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
@@ -236,10 +236,6 @@ def test_symbolic_rows_export_and_run():
 
 
 # Lowered for CUDA, on any machine.
-
-
-def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 LARGE = [shape(4096, 512), shape(4096, 384), shape(8, dtype=np.int32)]

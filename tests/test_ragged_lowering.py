@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.program_inspection import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered, shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
@@ -64,10 +64,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GemmProblem]:
 
     monkeypatch.setattr(dispatch, "choose", choose)
     return asked
-
-
-def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 LHS, RHS, SIZES = shape(T, K), shape(G, K, N), shape(G, dtype=np.int32)
