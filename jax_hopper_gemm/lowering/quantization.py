@@ -28,6 +28,7 @@ from ..launch.pass_plans import make_quantize_plan
 from .attributes import launch_attributes
 from .call import device_of
 from .devices import devices_of
+from .launch_operands import Array
 
 QUANTIZED = "jax_hopper_gemm.quantized"  # of a launch that quantizes an array: the spec
 MAX_GRID = 65535  # CTAs along the second and third axis of a grid
@@ -112,8 +113,8 @@ def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _L
         for name in result_names(spec)
     ]
     plan = make_quantize_plan(spec, batch, rows, columns, source_rows)
-    avals = [ShapedArray(tuple(x.shape), np.dtype(jnp.dtype(spec.dtype)))]
-    avals += [ShapedArray(tuple(y.type.shape), np.dtype(np.int32)) for y in values[1:]]
+    dtype_of = [jnp.dtype(spec.dtype), *[np.int32] * len(values[1:])]
+    avals = [Array.of(*pair).aval for pair in zip(values, dtype_of, strict=True)]
     emitted = list[Any](
         jax.ffi.ffi_lowering(TARGET)(
             ctx.replace(avals_in=avals, avals_out=results),
@@ -168,9 +169,7 @@ def _launches_of(x: Any) -> Iterator[_Launch]:
 
 def _turned(ctx: mlir.LoweringRuleContext, scale: Any) -> Any:
     """Returns scales with their last two axes exchanged."""
-    aval = ShapedArray(tuple(scale.type.shape), np.dtype(np.float32))
-    *lead, first, second = aval.shape
-    out = ShapedArray((*lead, second, first), aval.dtype)
-    swap = mlir.lower_fun(lambda y: jnp.swapaxes(y, -1, -2), multiple_results=False)
-    (value,) = swap(ctx.replace(avals_in=[aval], avals_out=[out]), scale)
-    return value
+    array = Array.of(scale, np.float32)
+    *lead, first, second = array.aval.shape
+    out = ShapedArray((*lead, second, first), array.aval.dtype)
+    return array.changed(ctx, lambda y: jnp.swapaxes(y, -1, -2), out).value
