@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from .. import dispatch
@@ -118,28 +118,27 @@ def _route(
 ) -> Route:
     """Returns the same; `read` is `read_for`."""
     choose, _ = read
-    fusion, found_roles = None, None
+    fusion = axes = None
     try:
         if function is None:
             gemm = bare_form(request)
         else:
-            gemm, fusion, found_roles = _fused(request, function)
+            gemm, fusion, axes = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
+    by_xla = partial(Route, "xla", gemm=gemm, fusion=fusion, roles=axes)
     if fusion and fusion.uncovered and request.options.batch_invariant:
-        reason = f"XLA would compute {', '.join(fusion.uncovered)}, in an order of its own"
-        return Route("xla", reason, "unsupported", gemm, fusion=fusion, roles=found_roles)
+        names = ", ".join(fusion.uncovered)
+        return by_xla(f"XLA would compute {names}, in an order of its own", "unsupported")
     decision = choose(gemm.problem, device, kernel_only=kernel_only)
     reason = _read_again(fusion) if fusion and not request.groups else None
     if reason and not kernel_only:
-        return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
+        return by_xla(reason, "model")
     if decision.spec is None or decision.raster_order is None:
-        return Route(
-            "xla", decision.reason, decision.source, gemm, fusion=fusion, roles=found_roles
-        )
+        return by_xla(decision.reason, decision.source)
     return Route(
         "hopper", decision.reason, decision.source, gemm, decision.spec, decision.raster_order,
-        device.num_sms, fusion, found_roles,
+        device.num_sms, fusion, axes,
     )  # fmt: skip
 
 
