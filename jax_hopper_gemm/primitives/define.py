@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import numpy as jnp
@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
 
-from ..fusion.jaxprs import traced_once
+from ..fusion.jaxprs import jvp_by, traced_once
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.request import Request
 from .experimental import HopperPrimitive
@@ -40,7 +40,9 @@ class Rules:
 
     # Operands in each of which it is linear: a tangent takes the operand's place. Stands for `jvp`.
     linear_in: tuple[int, ...] = ()
-    jvp: Rule | None = None  # `(primals, tangents, **params)`
+    # `(primals, tangents, **params)`; "reference": tangents of the function that it stands for,
+    # beside its own results.
+    jvp: Rule | Literal["reference"] | None = None
     # `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear primitive one by
     # each operand, as in `ad.defbilinear`.
     transpose: Rule | tuple[Rule, Rule] | None = None
@@ -91,7 +93,7 @@ def define_primitive(
     abstract = abstract or partial(_abstract_eval, reference, multiple_results)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
-    _register_rules(primitive, rules)
+    _register_rules(primitive, reference, rules)
     register_lowering(primitive, abstract, reference, lowering or Lowering())
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
@@ -104,7 +106,7 @@ def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **param
     return list(outputs) if multiple_results else outputs[0]
 
 
-def _register_rules(primitive: Primitive, rules: Rules) -> None:
+def _register_rules(primitive: Primitive, reference: Rule, rules: Rules) -> None:
     if isinstance(rules.transpose, tuple):
         ad.defbilinear(primitive, *rules.transpose)
     elif rules.transpose and primitive.multiple_results:
@@ -113,6 +115,8 @@ def _register_rules(primitive: Primitive, rules: Rules) -> None:
         ad.primitive_transposes[primitive] = partial(_transposed, rules.transpose)
     if rules.linear_in:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive, rules.linear_in)
+    elif rules.jvp == "reference":
+        ad.primitive_jvps[primitive] = partial(_jvp_by_reference, primitive, reference)
     elif rules.jvp:
         ad.primitive_jvps[primitive] = rules.jvp
     if rules.batch:
@@ -131,6 +135,14 @@ def _linear_jvp(
             operands = *primals[:i], tangents[i], *primals[i + 1 :]
             total = ad.add_tangents(total, primitive.bind(*operands, **params))
     return result, total
+
+
+def _jvp_by_reference(
+    primitive: Primitive, reference: Rule, primals: Any, tangents: Any, **params: Any
+) -> tuple[Any, Any]:
+    _, moved = jvp_by(lambda *x: jax.tree.leaves(reference(*x, **params)), primals, tangents)
+    result = primitive.bind(*primals, **params)
+    return result, moved if primitive.multiple_results else moved[0]
 
 
 def _transposed(rule: Rule, cotangent: Any, *operands: Any, **params: Any) -> Any:
