@@ -7,16 +7,18 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from jax.lax import DotAlgorithmPreset, Precision
+
 from ..dispatch.canonical import Gemm, NotAGemm, as_gemm, with_whole_lines
 from ..fusion import Fusion
 from ..fusion.memo import memoised
-from ..gemm.dtypes import HALVES, converts, multiply
+from ..gemm.bf16_parts import PRESETS
+from ..gemm.dtypes import DTYPES, HALVES, OPERANDS, converts, multiply
 from ..gemm.grid import ceil_div
 from ..gemm.groups import GROUP
 from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.spec import PROMOTION_K, SCALES_ALIGNMENT
-from .arithmetic import precision_violation, sums_of
 from .request import Request
 
 
@@ -41,7 +43,7 @@ def request_violation(request: Request) -> str | None:
     converted = converts(*dtypes) or converts(*dtypes[::-1])
     if dtypes[0] != dtypes[1] and not (multiply(*dtypes) or converted):
         return f"the operands are {' and '.join(dtypes)}; kernels take two operands of one dtype"
-    return precision_violation(request)
+    return _precision_violation(request)
 
 
 def canonical_form(
@@ -59,7 +61,7 @@ def canonical_form(
         problem = replace(problem, k_group=request.k_group)
     if request.blocks:
         problem = _with_scales(problem, request, gemm.swap_ab)
-    elif sums := sums_of(request):
+    elif sums := _sums_of(request):
         problem = replace(problem, **sums)
     if request.indexed:
         problem = _in_stack(problem, request, gemm.swap_ab)
@@ -123,3 +125,67 @@ def _in_stack(p: GemmProblem, request: Request, swap_ab: bool) -> GemmProblem:
     indexed: Any = "a" if left != swap_ab else "b"
     layout = replace(getattr(p, indexed), batch_stride=apart)
     return replace(p, indexed=indexed, stack=request.stack, **{indexed: layout})
+
+
+# How sums are formed, as dtypes and precision ask.
+
+
+def _sums_of(request: Request) -> dict[str, Any]:
+    """Returns the problem's fields that say how products are summed; none: as tensor cores do."""
+    if _is_simt(request):
+        return {"simt": True}
+    if terms := _bf16_terms(request):
+        return {"bf16_terms": terms}
+    return {"promoted": True} if _is_promoted(request) else {}
+
+
+def _precision_violation(request: Request) -> str | None:
+    """Returns why no kernel sums as the precision asks."""
+    precision = request.options.precision
+    if precision is None or isinstance(precision, tuple | Precision):
+        return None
+    # Products of two operands are exact in float32, where the kernels add them: no `Precision`
+    # asks for more, and the dtype's algorithms ask for just that.
+    if precision == DotAlgorithmPreset.DEFAULT or reads_any_major(request):
+        return None
+    if request.lhs_dtype in OPERANDS:
+        row = DTYPES[request.lhs_dtype]
+        if getattr(precision, "name", None) in (row.algorithm, row.promoted_algorithm):
+            return None
+    return f"precision is {precision}; kernels for {request.lhs_dtype} accumulate in float32"
+
+
+def _bf16_terms(request: Request) -> int:
+    """Returns of how many products of bfloat16 parts those of float32 numbers are to be sums."""
+    if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
+        return 0
+    name = getattr(request.options.precision, "name", None)
+    return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
+
+
+def reads_any_major(request: Request) -> bool:
+    """Whether kernels for the precision pass float32 through registers, from any layout."""
+    return _bf16_terms(request) > 0 or _is_simt(request)
+
+
+def _is_simt(request: Request) -> bool:
+    """Whether the products of float32 numbers are to be summed in IEEE float32."""
+    if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
+        return False
+    precision = request.options.precision
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return not {Precision.HIGHEST, DotAlgorithmPreset.F32_F32_F32}.isdisjoint(precisions)
+
+
+def _is_promoted(request: Request) -> bool:
+    """Whether a product of 8-bit floats keeps all digits of float32 in its sums.
+
+    As XLA has it: any `Precision` but the default asks for that, and an algorithm by its name.
+    """
+    row, precision = DTYPES.get(request.lhs_dtype), request.options.precision
+    if row is None or not row.promoted_algorithm or precision is None:
+        return False
+    if isinstance(precision, DotAlgorithmPreset):
+        return precision.name == row.promoted_algorithm
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return any(x not in (None, Precision.DEFAULT) for x in precisions)

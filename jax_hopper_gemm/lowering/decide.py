@@ -15,7 +15,7 @@ from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
-from .arithmetic import reads_any_major
+from .canonical import reads_any_major
 from .origins import Origin
 from .request import Request
 from .route import Route, read_for, route

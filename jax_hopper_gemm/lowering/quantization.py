@@ -94,19 +94,15 @@ def _violation(
 
 
 def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _Launch:
-    x = values[0].type
-    *lead, rows, columns = x.shape
+    *lead, rows, columns = values[0].type.shape
     source_rows = rows
     if spec.picked:
         (rows,) = values[1].type.shape
     batch, down, along = prod(lead), ceil_div(rows, TILE), ceil_div(columns, TILE)
     shapes = {
-        "values": (rows, columns),
-        "scales": (along, rows),
-        "transposed_values": (columns, rows),
-        "transposed_scales": (down, columns),
-        "tile_scales": (down, along),
-    }
+        "values": (rows, columns), "transposed_values": (columns, rows), "scales": (along, rows),
+        "transposed_scales": (down, columns), "tile_scales": (down, along),
+    }  # fmt: skip
     dtypes = {name: "float32" if "scales" in name else spec.to for name in shapes}
     results = [
         ShapedArray((*lead, *shapes[name]), np.dtype(jnp.dtype(dtypes[name])))
@@ -115,13 +111,9 @@ def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _L
     plan = make_quantize_plan(spec, batch, rows, columns, source_rows)
     dtype_of = [jnp.dtype(spec.dtype), *[np.int32] * len(values[1:])]
     avals = [Array.of(*pair).aval for pair in zip(values, dtype_of, strict=True)]
-    emitted = list[Any](
-        jax.ffi.ffi_lowering(TARGET)(
-            ctx.replace(avals_in=avals, avals_out=results),
-            *values,
-            **launch_attributes(spec, plan, f"B={batch} R={rows} C={columns}"),
-        )
-    )
+    attributes = launch_attributes(spec, plan, f"B={batch} R={rows} C={columns}")
+    context = ctx.replace(avals_in=avals, avals_out=results)
+    emitted = list[Any](jax.ffi.ffi_lowering(TARGET)(context, *values, **attributes))
     operation: Any = emitted[0].owner
     if not spec.picked:
         operation.attributes[QUANTIZED] = ir.StringAttr.get(spec.to_json())

@@ -76,17 +76,15 @@ def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
 def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
     """Checks that an operand with an axis of groups has as many groups as the weights."""
     groups = np.shape(rhs)[0]
-    fail(
-        op,
-        [
-            f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or "
-            f"({groups}, 1, 1), an entry for each group of {describe(rhs)}, or at most two axes, "
-            "which broadcast to (M, N)"
-            for i, x in enumerate(operands)
-            if np.ndim(x) > 3
-            or (np.ndim(x) == 3 and (differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
-        ],
-    )
+    problems = [
+        f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or ({groups}, 1, 1), "
+        f"an entry for each group of {describe(rhs)}, or at most two axes, which broadcast to "
+        "(M, N)"
+        for i, x in enumerate(operands)
+        if np.ndim(x) > 3
+        or (np.ndim(x) == 3 and (differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
+    ]
+    fail(op, problems)
 
 
 def group_problems(count: Any, rhs: Any, groups: GroupArguments, name: str = "rhs") -> list[str]:
