@@ -45,7 +45,13 @@ class Array(NamedTuple):
         return Array(value, out)
 
 
-def factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+    """Returns the arrays that a launch reads, in their order."""
+    follows = _epilogue_operands(ctx, call, route) if route.fusion else []
+    return [*_factors(ctx, call, route), *follows, *_integers(call), *_scales(ctx, call, route)]
+
+
+def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the arrays that are multiplied, in the kernel's order."""
     request, groups = call.request, call.request.groups
     shapes = [(request.lhs_shape, request.lhs_dtype)]
@@ -106,7 +112,7 @@ def _stored(ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], d
     return Array(value, stored)
 
 
-def epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns what the epilogue reads, in the kernel's dtypes."""
     assert route.fusion
     inputs = []
@@ -175,12 +181,12 @@ def _kept(value: ir.Value) -> bool:
     return not any(name in ir.DictAttr(attributes) for name in donated)
 
 
-def integers(call: Call) -> list[Array]:
+def _integers(call: Call) -> list[Array]:
     """Returns sizes of groups, indices of rows, the index of a matrix: those that there are."""
     return [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
 
 
-def scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns scales of blocks or along K, if there are any, in the kernel's order."""
     if call.request.k_group:
         return _group_scales(ctx, call, route)

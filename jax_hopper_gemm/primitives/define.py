@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
 
-from ..fusion.jaxprs import jvp_by, traced_once
+from ..fusion.jaxprs import jvp_by, traced_once, transpose_by
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.request import Request
 from .experimental import HopperPrimitive
@@ -44,8 +44,8 @@ class Rules:
     # beside its own results.
     jvp: Rule | Literal["reference"] | None = None
     # `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear primitive one by
-    # each operand, as in `ad.defbilinear`.
-    transpose: Rule | tuple[Rule, Rule] | None = None
+    # each operand, as in `ad.defbilinear`; "reference": the function's.
+    transpose: Rule | tuple[Rule, Rule] | Literal["reference"] | None = None
     batch: Rule | None = None  # `(axis_data, operands, axes, **params)`, where an operand is mapped
     # `(used, equation)`, where some results are: which operands are needed, and the parameters.
     dce: Rule | None = None
@@ -109,6 +109,8 @@ def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **param
 def _register_rules(primitive: Primitive, reference: Rule, rules: Rules) -> None:
     if isinstance(rules.transpose, tuple):
         ad.defbilinear(primitive, *rules.transpose)
+    elif rules.transpose == "reference":
+        ad.primitive_transposes[primitive] = partial(transpose_by, reference)
     elif rules.transpose and primitive.multiple_results:
         ad.primitive_transposes[primitive] = rules.transpose
     elif rules.transpose:

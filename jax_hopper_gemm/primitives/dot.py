@@ -26,9 +26,9 @@ from ..gemm.dtypes import name_of
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call, request_between
+from ..lowering.call import Call, mark_options, request_between
 from ..lowering.devices import padded_partitions, with_partitions
-from ..lowering.emit import lower_call, mark_options
+from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.request import Request
 from .call_words import options_of_words, options_to_words

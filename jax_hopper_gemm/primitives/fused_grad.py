@@ -25,7 +25,6 @@ from ..fusion.jaxprs import (
     jvp_by,
     mapped,
     pruned,
-    transpose_by,
     transposed,
     with_accumulator,
 )
@@ -270,7 +269,7 @@ epilogue_p = define_primitive(
     multiple_results=True,
     rules=Rules(
         jvp=partial(jvp_by, _epilogue),
-        transpose=partial(transpose_by, _epilogue),
+        transpose="reference",
         batch=_batch_epilogue,
         dce=_without_unused,
     ),

@@ -278,12 +278,7 @@ hopper_fused_p = define_primitive(
     NAME,
     reference_fused,
     multiple_results=True,
-    rules=Rules(
-        jvp=_jvp,
-        transpose=partial(transpose_by, reference_fused),
-        batch=_batch,
-        dce=_without_unused,
-    ),
+    rules=Rules(jvp=_jvp, transpose="reference", batch=_batch, dce=_without_unused),
     lowering=fused_lowering(reference_fused),
     request_of=request_of,
     apart=_apart,
