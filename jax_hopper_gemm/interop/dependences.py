@@ -55,9 +55,9 @@ class Dependences:
             kind = "elementwise"
         if kind == "product" and number in self.alone:
             kind = "other"
-        depends = _joined(self.of, inputs)
+        depends = joined(self.of, inputs)
         met = self.program.met[number] if kind == "elementwise" else inputs
-        cone = _joined(self.cone, met) if depends and kind != "other" else 0
+        cone = joined(self.cone, met) if depends and kind != "other" else 0
         if kind == "layout" and (cone or any(self.kind(x) == "elementwise" for x in inputs)):
             moves = moves_units_alone(equation)
             kind = "elementwise" if moves else "other" if cone else "layout"
@@ -91,7 +91,7 @@ class Dependences:
         """Returns the products of whose rows' statistics an equation without a cone is made."""
         if kind == "reduction" and along_of(equation) == "columns":
             return self.cone[inputs[0]]
-        return _joined(self.statistics, inputs) if kind in ("elementwise", "layout") else 0
+        return joined(self.statistics, inputs) if kind in ("elementwise", "layout") else 0
 
     def _is_read_twice(self, variable: Any, made_of: Iterable[Any]) -> bool:
         """Whether a matrix is read more than once, and less to read than what it is made of."""
@@ -160,7 +160,7 @@ class Dependences:
         return bool((self.cone.get(variable, 0) | self.statistics.get(variable, 0)) & bits)
 
 
-def _joined(products: dict[Any, int], variables: Iterable[Any]) -> int:
+def joined(products: dict[Any, int], variables: Iterable[Any]) -> int:
     """Returns the products of all these variables."""
     bits = 0
     for x in variables:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ..dispatch.canonical import ShapedProduct
 from ..fusion.jaxprs import ClosedJaxpr
@@ -52,6 +52,14 @@ class Request(ShapedProduct):
     def symbolic(self) -> bool:
         """Whether an extent is known only when an exported program runs."""
         return not all(isinstance(x, int) for x in self.lhs_shape + self.rhs_shape)
+
+    def permuted(self, operand: int, axes: Sequence[int]) -> Request:
+        """Returns the same product of an operand, 0 or 1, whose axis i is this one's `axes[i]`."""
+        field, shape = (("lhs", self.lhs_shape), ("rhs", self.rhs_shape))[operand]
+        letters = getattr(self.subscripts, field)
+        order: Any = {field: "".join(letters[axis] for axis in axes)}
+        moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in axes)}
+        return replace(self, subscripts=replace(self.subscripts, **order), **moved)
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)

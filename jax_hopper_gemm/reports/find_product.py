@@ -176,9 +176,8 @@ class JaxprValues:
             return Step("widen", source, widened=widened)
         if primitive is lax.convert_element_type_p:
             narrow, wide = (x.aval.dtype.name for x in (equation.invars[0], equation.outvars[0]))
-            return (
-                Step("widen", source, widened=Widened(narrow)) if converts(wide, narrow) else None
-            )
+            widened = Widened(narrow)
+            return Step("widen", source, widened=widened) if converts(wide, narrow) else None
         if primitive is lax.transpose_p:
             return Step("transpose", source, tuple(params["permutation"]))
         if primitive in (lax.reshape_p, lax.squeeze_p):
