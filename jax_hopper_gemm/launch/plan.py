@@ -96,13 +96,10 @@ def make_plan(
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
-        cluster=(spec.cluster_m, spec.cluster_n, 1),
-        threads=spec.threads,
-        smem_bytes=spec.smem_bytes,
-        params=in_kernel_order(spec, values),
-        workspaces=tuple(workspaces.values()),
-        first_workspace=first,
-    )
+        cluster=(spec.cluster_m, spec.cluster_n, 1), threads=spec.threads,
+        smem_bytes=spec.smem_bytes, params=in_kernel_order(spec, values),
+        workspaces=tuple(workspaces.values()), first_workspace=first,
+    )  # fmt: skip
 
 
 def _tma_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:

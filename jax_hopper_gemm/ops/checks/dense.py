@@ -150,9 +150,8 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     if dimension_numbers is None:
         return None
     try:
-        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = (
-            tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers
-        )
+        checked = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
     except (TypeError, ValueError):
         raise TypeError(
             f"{op}: dimension_numbers is {dimension_numbers!r}, expected "
@@ -160,9 +159,7 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
         ) from None
     problems = _axes_problems("lhs", lhs, lhs_contracting + lhs_batch)
     problems += _axes_problems("rhs", rhs, rhs_contracting + rhs_batch)
-    for role, pair in (
-        ("contracting", (lhs_contracting, rhs_contracting)), ("batch", (lhs_batch, rhs_batch)),
-    ):  # fmt: skip
+    for role, pair in zip(("contracting", "batch"), checked, strict=True):
         text = f"{role} axes {pair[0]} and {pair[1]}"
         if len(pair[0]) != len(pair[1]):
             problems.append(f"{text} do not pair up")
@@ -177,7 +174,7 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
                     f"rhs is {describe(rhs)}"
                 )
     fail(op, [], misshapen=problems)
-    return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
+    return checked
 
 
 def _axes_problems(name: str, x: Any, axes: tuple[int, ...]) -> list[str]:

@@ -155,9 +155,8 @@ def check_ragged_dot_general(
             f"{op}: {expected} is a {type(numbers).__name__}, expected a "
             "jax.lax.RaggedDotDimensionNumbers"
         )
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked_axes(
-        op, lhs, rhs, numbers.dot_dimension_numbers
-    )
+    checked = checked_axes(op, lhs, rhs, numbers.dot_dimension_numbers)
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
     ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
     group_axes = tuple(map(int, numbers.rhs_group_dimensions))
     if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
@@ -186,9 +185,7 @@ def check_ragged_dot_general(
         problems.append(_no_sum(terms, role == "batch"))
     problems += implementation_problems(implementation)
     fail_ragged(op, problems, groups, misshapen=misshapen)
-    return lax.RaggedDotDimensionNumbers(
-        ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, group_axes
-    )
+    return lax.RaggedDotDimensionNumbers(checked, ragged, group_axes)
 
 
 def _group_axis_problems(
