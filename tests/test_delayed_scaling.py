@@ -122,6 +122,8 @@ X = jnp.ones((16, 16))
         (lambda: jhg.accelerate(jnp.matmul, recipe=STATE), NotImplementedError, "accelerate: a D"),
         (lambda: jhg.matmul(X, X, recipe=recipes.DelayedScaling(jnp.ones(2), jnp.ones((3, 2)))),
          ValueError, r"scales f32\[2\] and a history f32\[3,2\], expected f32\[3\]"),
+        (lambda: jhg.matmul(X, X, recipe=recipes.DelayedScaling.initial(0)),
+         ValueError, r"a history f32\[3,0\], expected f32\[3\] and f32\[3,length\]"),
         (lambda: jhg.matmul(X, X.astype(int), recipe=STATE), TypeError, "a recipe takes floats"),
         (lambda: jhg.matmul(X, X, recipe=STATE, batch_invariant=True), ValueError, "DelayedScali"),
         (lambda: jax.hessian(lambda x: jhg.matmul(x, x, recipe=STATE).sum())(X),
