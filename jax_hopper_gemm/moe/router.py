@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
+from ..primitives.define import promoted
 from ..primitives.group_sizes import as_int32
 from ..primitives.rows import in_order, sum_rows
 
@@ -157,7 +158,7 @@ def route_tokens(
     selection = Selection(experts_per_token, score, normalize, scale)
     options: dict[str, Any] = {
         "precision": precision,
-        "preferred_element_type": jnp.promote_types(jnp.result_type(x, kernel), jnp.float32),
+        "preferred_element_type": promoted(jnp.result_type(x, kernel), jnp.float32),
         "implementation": implementation,
     }
     fits = kernel.shape[1] <= MOST_COLUMNS_OF_A_ROW_IN_A_TILE
