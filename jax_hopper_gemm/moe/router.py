@@ -281,6 +281,7 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
       x: (T, ...), of any dtype.
       routing: what `route` or `route_tokens` returned for these tokens.
     """
+    layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
     return sum_rows(x, _tokens(routing)[:, None], routing.positions)
 
 
@@ -293,6 +294,7 @@ def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
       rows: (R, ...), sorted by expert, as `dispatch_rows` gives them.
       routing: as in `dispatch_rows`.
     """
+    layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
     return sum_rows(rows, routing.positions, _tokens(routing)[:, None])
 
 
