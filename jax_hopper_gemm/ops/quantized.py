@@ -191,7 +191,7 @@ def is_quantized(*operands: Any) -> bool:
 def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
-    checks.as_arrays(op, **{f"{name}.values": values, f"{name}.scale": scale})
+    checks.as_arrays(op, None, **{f"{name}.values": values, f"{name}.scale": scale})
     if x.packed and values.dtype != jnp.uint8:
         raise TypeError(
             f"{op}: {name} is packed, of values {checks.describe(values)}, expected u8: "

@@ -81,7 +81,7 @@ def delayed(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> Delaye
         return None
     _check(op, recipe, operands, cotangent_dtype)
     scale, history = recipe.scale, recipe.amax_history
-    checks.as_arrays(op, **{"recipe.scale": scale, "recipe.amax_history": history})
+    checks.as_arrays(op, None, **{"recipe.scale": scale, "recipe.amax_history": history})
     lengths = jnp.shape(history)
     if jnp.shape(scale) != (3,) or len(lengths) != 2 or lengths[0] != 3 or not lengths[1]:
         raise ValueError(
