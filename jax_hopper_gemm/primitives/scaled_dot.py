@@ -83,11 +83,20 @@ def _matrices(shape: Sequence[int], scale: Any, contracted: int) -> tuple[int, .
     return *lead, prod(shape[: len(shape) - contracted]) // prod(lead), k
 
 
+def _spread(scale: jax.Array, block: int, axis: int, extent: int) -> jax.Array:
+    """Returns the scale of each of `extent` elements along an axis, of which `block` share one."""
+    if isinstance(extent, int):
+        return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
+    # JAX knows a symbolic extent of what is taken, not of a slice; of no scales nothing is taken.
+    one_more = [(0, int(i == axis % scale.ndim)) for i in range(scale.ndim)]
+    return jnp.take(jnp.pad(scale, one_more), jnp.arange(extent) // block, axis)
+
+
 def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
     """Returns an operand times its scales, in float32."""
     *lead, rows, k = _matrices(values.shape, scale, contracted)
-    block = block_of(rows, scale.shape[-2])
-    each = jnp.repeat(jnp.repeat(scale, block, -2), PROMOTION_K, -1)[..., :rows, :k]
+    each = _spread(scale, block_of(rows, scale.shape[-2]), -2, rows)
+    each = _spread(each, PROMOTION_K, -1, k)
     matrices = values.astype(jnp.float32).reshape(*lead, rows, k)
     return (matrices * each).reshape(values.shape)
 
