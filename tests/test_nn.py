@@ -141,6 +141,12 @@ def test_gated_linear_starts_as_two_linears_do():
     assert_equal(nn.to_pair(nnx.state(gated)), (nnx.state(gate), nnx.state(up)))
 
 
+@pytest.mark.parametrize("shape", [(), (6,), (8, 3, 6), (2, 8, 6)])
+def test_parameters_that_are_no_gate_and_up_are_refused(shape):
+    with pytest.raises(ValueError, match="to_pair: an array is .*, expected an axis of length 2"):
+        nn.to_pair({"kernel": jnp.zeros(shape)})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_gated_mlp_takes_the_three_layers_of_a_model(use_bias):

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 
+from ..ops.checks.wording import describe
+
 NO_MESH_AXIS = {nnx.PARTITION_NAME: None}  # gate and up of one column lie on one device
 
 
@@ -38,6 +40,9 @@ def to_pair(stacked: Any) -> tuple[Any, Any]:
     """Returns the parameters of gate and of up: the inverse of `from_pair`.
 
     Kernels (in, 2, hidden) become two of (in, hidden), biases (2, hidden) two of (hidden,).
+
+    Raises:
+      ValueError: an array has another axis before its last one.
     """
     gate, up = (
         jax.tree.map(lambda x, i=i: _part(x, i), stacked, is_leaf=_is_annotated) for i in range(2)
@@ -64,6 +69,11 @@ def _part(stack: Any, index: int) -> Any:
     if isinstance(stack, meta.AxisMetadata):
         axis = stack.unbox().ndim - 2
         return stack.remove_axis(axis, NO_MESH_AXIS).replace_boxed(_part(stack.unbox(), index))
+    if jnp.shape(stack)[-2:-1] != (2,):
+        raise ValueError(
+            f"to_pair: an array is {describe(stack)}, expected an axis of length 2, "
+            "gate and up, before the last"
+        )
     return stack[..., index, :]
 
 
