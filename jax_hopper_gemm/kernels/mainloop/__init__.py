@@ -30,6 +30,7 @@ from .gather import GatherProducer
 from .parts import PartsConsumer
 from .promoted import PromotedConsumer
 from .rs import RegisterConsumer
+from .rs_halves import HalvesConsumer
 from .ss import SharedConsumer
 from .stored_parts import StoredPartsConsumer, StoredPartsProducer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
@@ -61,7 +62,7 @@ def make_consumer(spec, producer, atom_layout_m):
     if spec.bf16_terms:
         kind = StoredPartsConsumer if spec.reads_parts else PartsConsumer
     elif spec.converts_b:
-        kind = RegisterConsumer
+        kind = HalvesConsumer if spec.halves_k else RegisterConsumer
     elif spec.a_block:
         kind = ScaledConsumer
     else:

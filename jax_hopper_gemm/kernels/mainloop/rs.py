@@ -61,7 +61,8 @@ class Raw:
     """What a thread reads of a stage."""
 
     position: Position
-    base: Any  # shared address of the stages
+    base: Any  # shared address of the stages, of what a warpgroup has of them
+    behind: Any  # bytes of a row along K that it does not have, within a swizzle
     starts: tuple  # for each span of blocks, what its loads begin with
 
 
@@ -87,11 +88,18 @@ class LoadsAlongK:
             chunk = first // 16 * 16
             for h in range(2):
                 offset = offset_along_k(
-                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n
+                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n, raw.behind
                 )
                 address = stage + offset + (first - chunk) + inside
                 words.append(instruction(self.code + " {$w0}, [{$r0}];", address))
         return words
+
+    def half(self, half):
+        """Returns where a half of K begins in a stage: bytes, and of a row in a swizzle."""
+        s = self.spec
+        nbytes = s.converted_k * self.bits // 8
+        boxes = nbytes // s.b_box.swizzle
+        return half * (boxes * s.tile_n * s.b_box.swizzle), 0 if boxes else half * nbytes
 
     def index(self, k, h, i):
         """Returns which word holds what wgmma wants from `k` on: (h, first or second 8 of K)."""
@@ -117,6 +125,9 @@ class LoadsAlongN:
             read_only_args=[stage + raw.starts[span] + k * self.spec.b_box.swizzle],
         )
 
+    def half(self, half):
+        return half * (self.spec.converted_k * self.spec.b_box.swizzle), 0
+
     def index(self, k, h, i):
         return k // 8 + i
 
@@ -134,7 +145,7 @@ class ConversionView:
     columns: tuple  # for each block the number of its B, and there a thread's two columns
     written: Any  # a thread's first element of the exchange, as `sums` has them
     read: Any  # the same as `acc` has them: (2, 2, columns / 8)
-    barrier: Any  # the warpgroup's
+    barrier: Any  # of the threads that exchange sums
 
 
 class RegisterConsumer(SharedConsumer):
@@ -143,7 +154,7 @@ class RegisterConsumer(SharedConsumer):
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
         along_k = spec.b_major == "k"
-        self.blocks = spec.columns_per_warpgroup // BLOCK
+        self.blocks = spec.converted_columns // BLOCK
         of_each = self.blocks // spec.graph.accumulators
         self.held = Held.of(DTYPES[spec.b_dtype].bits, of_each, along_k=along_k)
         self.spans = range(self.blocks // self.held.joined)
@@ -169,34 +180,48 @@ class RegisterConsumer(SharedConsumer):
         s = self.spec
         mma = self.make_swapped_mma()
         thr_mma = mma.get_slice(0)  # one thread stands for its warpgroup
-        tCrB = mma.make_fragment_B(thr_mma.partition_B(stages.sA))
+        sA, base, behind = self.own_part(stages, warpgroup_index)
+        tCrB = mma.make_fragment_B(thr_mma.partition_B(sA))
         acc = cute.make_rmem_tensor(
             self.make_tiled_mma(1)
             .get_slice(0)
             .partition_shape_C((s.d_tile_m, s.columns_per_warpgroup)),
             Float32,
         )
-        shape = thr_mma.partition_shape_C((s.columns_per_warpgroup, s.tile_m))
+        shape = thr_mma.partition_shape_C((s.converted_columns, s.tile_m))
         sums = cute.make_rmem_tensor(shape, Float32)
         totals = cute.make_rmem_tensor(shape, Float32) if s.k_group else sums
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         position, lane = position_of(thread), thread % 32
         of_span = [self.span_column(warpgroup_index, span) for span in self.spans]
         starts = tuple(self.loads.start(position, lane, column) for column in of_span)
-        base = Int32(stages.sB.iterator.toint())
-        exchange = stages.exchange + warpgroup_index * (EPI_TILE_M * EXCHANGE_PITCH)
+        written, read = self.exchange_of(stages, warpgroup_index, position)
         return ConversionView(
-            Raw(position, base, starts), tCrB, acc, sums, totals,
+            Raw(position, base, behind, starts), tCrB, acc, sums, totals,
             scales=stages.sS,
             columns=tuple(
                 self.columns_of(warpgroup_index, block, position) for block in range(self.blocks)
             ),
-            written=exchange
-            + (first_column(position) * EXCHANGE_PITCH
-               + self.held.column(position, 0, 0) % EXCHANGE_COLUMNS),
-            read=exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
-            barrier=pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup_index, WARPGROUP),
+            written=written,
+            read=read,
+            barrier=self.exchange_barrier(warpgroup_index),
         )  # fmt: skip
+
+    def own_part(self, stages, warpgroup_index):
+        """Returns what a warpgroup multiplies of the stages: A, the address of B, `Raw.behind`."""
+        return stages.sA, Int32(stages.sB.iterator.toint()), 0
+
+    def exchange_of(self, stages, warpgroup_index, position):
+        """Returns `written` and `read` of a `ConversionView`."""
+        exchange = stages.exchange + warpgroup_index * (EPI_TILE_M * EXCHANGE_PITCH)
+        column = self.held.column(position, 0, 0) % EXCHANGE_COLUMNS
+        return (
+            exchange + (first_column(position) * EXCHANGE_PITCH + column),
+            exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
+        )
+
+    def exchange_barrier(self, warpgroup_index):
+        return pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup_index, WARPGROUP)
 
     def span_column(self, warpgroup_index, span):
         """Returns the first column, in a stage, of a span: those of gate come first."""
@@ -268,13 +293,13 @@ class RegisterConsumer(SharedConsumer):
     def make_fragments(self):
         """Returns registers for B as wgmma reads it, of each group in flight, each 16 of its K."""
         mma = self.make_swapped_mma()
-        shape = mma.get_slice(0).partition_shape_A((self.spec.columns_per_warpgroup, MMA_K))
+        shape = mma.get_slice(0).partition_shape_A((self.spec.converted_columns, MMA_K))
         make = partial(cute.make_rmem_tensor, shape, CUTE_DTYPE[self.spec.a_dtype])
         return [[make() for _ in range(OF_GROUP)] for _ in range(IN_FLIGHT)]
 
     def make_words(self):
         """Returns registers for B's numbers in a stage, as they are loaded."""
-        count = len(self.spans) * (self.spec.tile_k // LDMATRIX_K) * self.loads.words
+        count = len(self.spans) * (self.spec.converted_k // LDMATRIX_K) * self.loads.words
         return cute.make_rmem_tensor((count,), Uint32)
 
     def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
@@ -287,7 +312,7 @@ class RegisterConsumer(SharedConsumer):
         # Asked long before it is needed, as the answer takes time. Not of few stages: of two the
         # following one is that before, not released yet, and of three it has just begun to load.
         there = ring.consumer_try_wait(following) if self.spec.num_stages > 3 else None
-        for group in range(self.spec.tile_k // LDMATRIX_K):
+        for group in range(self.spec.converted_k // LDMATRIX_K):
             if release_previous or group >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)
             if release_previous and group == IN_FLIGHT - 1:
@@ -301,7 +326,7 @@ class RegisterConsumer(SharedConsumer):
                     self._load_words(view, words, following.index, k)
 
     def _load_stage(self, view, words, stage):
-        for k in range(0, self.spec.tile_k, LDMATRIX_K):
+        for k in range(0, self.spec.converted_k, LDMATRIX_K):
             self._load_words(view, words, stage, k)
 
     def _load_words(self, view, words, stage, k):
@@ -314,7 +339,7 @@ class RegisterConsumer(SharedConsumer):
                 words[first + i] = word
 
     def _first_word(self, span, k):
-        return (span * self.spec.tile_k + k) // LDMATRIX_K * self.loads.words
+        return (span * self.spec.converted_k + k) // LDMATRIX_K * self.loads.words
 
     def _multiply_group(self, mma, view, fragments, words, group, stage):
         """Multiplies the `group`-th `LDMATRIX_K` of K of a stage."""
@@ -396,16 +421,18 @@ class RegisterConsumer(SharedConsumer):
     ):  # fmt: skip
         """Writes rows of D of those columns of a span that one or two of the warps hold."""
         if view.raw.position.warp // writers == chunk:
-            of_block, rows = self.spec.tile_m // 2, min(EPI_TILE_M, self.spec.tile_m)
-            origin = Position(0, 0, 0)
             for inside in range(self.held.joined):
-                block = span * self.held.joined + inside
-                for v in range(rows // 2):
-                    row = nth_column(0, v // 4 * 2 + v % 2)
-                    column = self.held.column(origin, inside, v // 2 % 2)
-                    value = view.totals[block * of_block + row_block * (EPI_TILE_M // 2) + v]
-                    value = value * (1 / self.conversion.unit)
-                    cute.arch.store(view.written + (row * EXCHANGE_PITCH + column), value)
+                self._write_block(view, view.written, row_block, span, inside)
+
+    def _write_block(self, view, written, row_block, span, inside):
+        """Writes up to 64 rows of D of a thread's columns of a block."""
+        of_block, rows = self.spec.tile_m // 2, min(EPI_TILE_M, self.spec.tile_m)
+        first = (span * self.held.joined + inside) * of_block + row_block * (EPI_TILE_M // 2)
+        for v in range(rows // 2):
+            row = nth_column(0, v // 4 * 2 + v % 2)
+            column = self.held.column(Position(0, 0, 0), inside, v // 2 % 2)
+            value = view.totals[first + v] * (1 / self.conversion.unit)
+            cute.arch.store(written + (row * EXCHANGE_PITCH + column), value)
 
     def _read(self, view, row_block, chunk):
         of_rows, of_chunk = self.spec.columns_per_warpgroup // 2, EXCHANGE_COLUMNS // 2
