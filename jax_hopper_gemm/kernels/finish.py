@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..gemm.k_split import begin_of
 from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
+from ..gemm.spec import EPI_TILE_M
 from . import flags
 from .shared_memory import WARPGROUP
 
@@ -86,7 +87,16 @@ class OrderedSum(NoFinish):
 
     @cute.jit
     def combine(self, view, acc, coords):
-        part = coords.part
+        if cutlass.const_expr(self.spec.tile_m < EPI_TILE_M):
+            # A warp has 16 of 64 rows, and those beyond the tile belong to no D.
+            if cute.arch.warp_idx() % 4 < self.spec.tile_m // 16:
+                self.combine_rows(view, acc, coords.part)
+        else:
+            self.combine_rows(view, acc, coords.part)
+        return coords.part.is_last
+
+    @cute.jit
+    def combine_rows(self, view, acc, part):
         if part.is_last:
             first = part.item
             while self.begins(view, first) > part.start:
@@ -96,7 +106,6 @@ class OrderedSum(NoFinish):
                 self.add(view, acc, first, part.item)
         else:
             self.leave(view, acc, part.item)
-        return part.is_last
 
     def begins(self, view, item):
         return begin_of(view.args.split_k.tape, view.args.k_tiles, item, Int64, Int32)

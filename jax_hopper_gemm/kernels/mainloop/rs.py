@@ -18,6 +18,7 @@ blocks, 1), of D.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import cutlass
@@ -216,9 +217,13 @@ class RegisterConsumer(SharedConsumer):
         exchange = stages.exchange + warpgroup_index * (EPI_TILE_M * EXCHANGE_PITCH)
         column = self.held.column(position, 0, 0) % EXCHANGE_COLUMNS
         return (
-            exchange + (first_column(position) * EXCHANGE_PITCH + column),
+            exchange + self.aligned(first_column(position) * EXCHANGE_PITCH + column),
             exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
         )
+
+    def aligned(self, offset):
+        """Returns the offset of a thread's first column as one of vectors of its `neighbours`."""
+        return cute.assume(offset, divby=self.held.neighbours)
 
     def exchange_barrier(self, warpgroup_index):
         return pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup_index, WARPGROUP)
@@ -421,18 +426,26 @@ class RegisterConsumer(SharedConsumer):
     ):  # fmt: skip
         """Writes rows of D of those columns of a span that one or two of the warps hold."""
         if view.raw.position.warp // writers == chunk:
-            for inside in range(self.held.joined):
-                self._write_block(view, view.written, row_block, span, inside)
+            self._write_span(view, view.written, row_block, span)
 
-    def _write_block(self, view, written, row_block, span, inside):
-        """Writes up to 64 rows of D of a thread's columns of a block."""
-        of_block, rows = self.spec.tile_m // 2, min(EPI_TILE_M, self.spec.tile_m)
-        first = (span * self.held.joined + inside) * of_block + row_block * (EPI_TILE_M // 2)
-        for v in range(rows // 2):
-            row = nth_column(0, v // 4 * 2 + v % 2)
-            column = self.held.column(Position(0, 0, 0), inside, v // 2 % 2)
-            value = view.totals[first + v] * (1 / self.conversion.unit)
-            cute.arch.store(written + (row * EXCHANGE_PITCH + column), value)
+    def _write_span(self, view, written, row_block, span):
+        """Writes up to 64 rows of D of a thread's columns of a span, neighbours together."""
+        columns = list(product(range(self.held.joined), range(2)))  # block of the span, h
+        count = self.held.neighbours
+        for i in range(min(EPI_TILE_M, self.spec.tile_m) // 4):
+            for first in range(0, len(columns), count):
+                vector = cute.make_rmem_tensor((count,), Float32)
+                for j, (inside, h) in enumerate(columns[first : first + count]):
+                    vector[j] = self._total(view, row_block, span, inside, i, h)
+                column = self.held.column(Position(0, 0, 0), *columns[first])
+                at = written + (nth_column(0, i) * EXCHANGE_PITCH + column)
+                cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(count)))
+
+    def _total(self, view, row_block, span, inside, i, h):
+        """Returns a thread's sum of its i-th row of a row block, in units of one."""
+        block = span * self.held.joined + inside
+        first = block * (self.spec.tile_m // 2) + row_block * (EPI_TILE_M // 2)
+        return view.totals[first + i // 2 * 4 + 2 * h + i % 2] * (1 / self.conversion.unit)
 
     def _read(self, view, row_block, chunk):
         of_rows, of_chunk = self.spec.columns_per_warpgroup // 2, EXCHANGE_COLUMNS // 2

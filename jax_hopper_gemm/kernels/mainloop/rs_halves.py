@@ -41,7 +41,7 @@ class HalvesConsumer(RegisterConsumer):
         written = warpgroup_index * self.sums + chunk * self.chunk + inside
         read = warpgroup_index * self.chunk + first_row(position) * EXCHANGE_PITCH
         return (
-            stages.exchange + (written + first_column(position) * EXCHANGE_PITCH),
+            stages.exchange + self.aligned(written + first_column(position) * EXCHANGE_PITCH),
             stages.exchange + (read + first_column(position)),
         )
 
@@ -51,7 +51,7 @@ class HalvesConsumer(RegisterConsumer):
     def _turn(self, view):
         of_block = BLOCK // EXCHANGE_COLUMNS * self.chunk
         for block in range(self.blocks):
-            self._write_block(view, view.written + block * of_block, 0, block, 0)
+            self._write_span(view, view.written + block * of_block, 0, block)
         view.barrier.arrive_and_wait()
         view.acc.fill(0.0)
         self._add_halves(view, of_block)
