@@ -218,7 +218,9 @@ def _widths(config: Config, problem_type: ProblemType, loads: bool) -> tuple[int
     if config.epi_tile_n:
         return (config.epi_tile_n,)
     short_k = problem_type.promoted and problem_type.grouped == "k" and config.tile_m != 192
-    wide = short_k or loads and config.warp_schedule == "cooperative"
+    cooperative = config.warp_schedule == "cooperative"
+    converted = converts(problem_type.a_dtype, problem_type.b_dtype)
+    wide = short_k or loads and cooperative and not converted
     return (64, 32, 16) if wide else (32, 16)
 
 

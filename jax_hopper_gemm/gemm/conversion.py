@@ -96,15 +96,10 @@ class Held:
         return word >> (self._shift(position, block, h) - self.place(h))
 
 
-def offset_along_k(
-    position: Position, column: Any, h: int, k: int, width: int, lines: int, behind: Any = 0
-) -> Any:
-    """As `offset_along_n`, of what is stored (N, K): `k` are bytes of a row, a constant.
-
-    `behind` is how many bytes of the same box a thread's K begins behind it.
-    """
+def offset_along_k(position: Position, column: Any, h: int, k: int, width: int, lines: int) -> Any:
+    """As `offsets` below, of what is stored (N, K): `k` are bytes of a row, a constant."""
     box = k // width * (lines * width)
-    return box + swizzled((column + 8 * h + position.quad) * width + k % width + behind, width)
+    return box + swizzled((column + 8 * h + position.quad) * width + k % width, width)
 
 
 def offset_along_n(lane: Any, column: Any, width: int, rows: int) -> Any:

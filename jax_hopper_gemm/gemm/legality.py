@@ -15,6 +15,7 @@ from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
 from .spec import (
+    EPI_TILE_M,
     EXCHANGE_COLUMNS,
     EXCHANGE_PITCH,
     PROMOTION_K,
@@ -29,7 +30,7 @@ from .type_legality import type_violations
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
-HALVED_K = 64  # elements of K of a stage that a warpgroup has at least
+IN_TURNS_STAGES = 3  # of two, a warpgroup would wait for the one that it still multiplies
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
@@ -182,20 +183,21 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"{s.converted_columns} columns a warpgroup are no multiple of {parts}"
     if s.k_group and s.tile_k % s.k_group:
         yield f"tile_k {s.tile_k} is no multiple of {s.k_group} elements that share a scale"
-    if s.halves_k:
-        yield from _halved_tile_violations(s)
+    if s.k_in_turns:
+        yield from _in_turns_violations(s)
     if s.tile_m < 64 and s.grouped:
         yield f"tile_m {s.tile_m} is for few rows, but groups may have more"
 
 
-def _halved_tile_violations(spec: GemmSpec) -> Iterator[str]:
+def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
-    if 4 * s.tile_m * s.tile_n // EXCHANGE_COLUMNS * EXCHANGE_PITCH * 2 > s.exchange_bytes:
-        yield f"{s.tile_m}x{s.tile_n} sums of each half of K do not fit where they are exchanged"
-    if s.converted_k < HALVED_K:
-        yield f"tile_k {s.tile_k}: a warpgroup has less than {HALVED_K} of it"
+    exchanged = s.tile_m * s.tile_n // EXCHANGE_COLUMNS * EXCHANGE_PITCH  # of a warpgroup
+    if exchanged > EPI_TILE_M * EXCHANGE_PITCH:
+        yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
+    if s.num_stages < IN_TURNS_STAGES:
+        yield f"num_stages {s.num_stages} is under {IN_TURNS_STAGES}, warpgroups take turns at them"
     if s.k_group:
-        yield "warpgroups that have halves of a k-tile know no scales along K"
+        yield "warpgroups that take turns at k-tiles know no scales along K"
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:

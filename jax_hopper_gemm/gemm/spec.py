@@ -216,8 +216,8 @@ class GemmSpec:
         return self.tile_n // self.warpgroups_n
 
     @cached_property
-    def halves_k(self) -> bool:
-        """Whether math warpgroups that convert B have the same columns, and halves of each k-tile.
+    def k_in_turns(self) -> bool:
+        """Whether math warpgroups that convert B have the same columns, and take turns at k-tiles.
 
         They do where a tile has no more columns of each B than one of their wgmmas. Each then
         stores half of them.
@@ -227,12 +227,19 @@ class GemmSpec:
     @property
     def converted_columns(self) -> int:
         """Columns of a stage that one math warpgroup converts, where B is converted."""
-        return self.tile_n if self.halves_k else self.columns_per_warpgroup
+        return self.tile_n if self.k_in_turns else self.columns_per_warpgroup
 
     @property
-    def converted_k(self) -> int:
-        """Elements of K of a stage that one math warpgroup converts."""
-        return self.tile_k // self.math_warpgroups if self.halves_k else self.tile_k
+    def sum_registers(self) -> int:
+        """Those in which a math thread has summed its part of a tile, see `finish`."""
+        if self.converts_b:
+            return self.tile_m * self.converted_columns // 128
+        return self.tile_registers
+
+    @property
+    def stage_warps(self) -> int:
+        """Math warps that empty a stage."""
+        return 4 if self.k_in_turns else self.tile_warps
 
     @property
     def acc_registers(self) -> int:

@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, Int64
 
 from ..gemm.k_split import begin_of
 from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
-from ..gemm.spec import EPI_TILE_M
 from . import flags
 from .shared_memory import WARPGROUP
 
@@ -63,10 +62,10 @@ class OrderedSum(NoFinish):
     def __init__(self, spec):
         super().__init__(spec)
         self.threads = 32 * spec.tile_warps
-        self.vectors = spec.tile_registers // VECTOR
+        self.vectors = spec.sum_registers // VECTOR
         # Registers for partial sums beside the accumulators: for two slots, or a part of one.
-        free = MATH_REGISTERS[spec.math_warpgroups] - OTHER_REGISTERS - spec.tile_registers
-        self.runs_ahead = free >= 2 * spec.tile_registers
+        free = MATH_REGISTERS[spec.math_warpgroups] - OTHER_REGISTERS - spec.sum_registers
+        self.runs_ahead = free >= 2 * spec.sum_registers
         most = max(1, free // VECTOR)
         self.chunk = max(n for n in range(1, most + 1) if self.vectors % n == 0)
 
@@ -87,16 +86,7 @@ class OrderedSum(NoFinish):
 
     @cute.jit
     def combine(self, view, acc, coords):
-        if cutlass.const_expr(self.spec.tile_m < EPI_TILE_M):
-            # A warp has 16 of 64 rows, and those beyond the tile belong to no D.
-            if cute.arch.warp_idx() % 4 < self.spec.tile_m // 16:
-                self.combine_rows(view, acc, coords.part)
-        else:
-            self.combine_rows(view, acc, coords.part)
-        return coords.part.is_last
-
-    @cute.jit
-    def combine_rows(self, view, acc, part):
+        part = coords.part
         if part.is_last:
             first = part.item
             while self.begins(view, first) > part.start:
@@ -106,6 +96,7 @@ class OrderedSum(NoFinish):
                 self.add(view, acc, first, part.item)
         else:
             self.leave(view, acc, part.item)
+        return part.is_last
 
     def begins(self, view, item):
         return begin_of(view.args.split_k.tape, view.args.k_tiles, item, Int64, Int32)

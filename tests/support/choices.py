@@ -167,8 +167,9 @@ _CONVERTED = {
     "tile_m": (16, 32, 64, 128, 256), "tile_n": (128, 256), "warp_schedule": ("cooperative",),
     "num_stages": (2, 3, 4, 6), "k_group": (0, 32, 64, 128),
 }  # fmt: skip
-_HALVED = {
-    **_CONVERTED, "tile_m": (16, 32), "tile_n": (64,), "tile_k": (128, 256), "k_group": (0,),
+_IN_TURNS = {
+    **_CONVERTED, "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
+    "num_stages": (3, 4, 6), "k_group": (0,),
 }  # fmt: skip
 CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_CONVERTED},
@@ -182,6 +183,6 @@ CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
             "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
         ),
     },
-    {**CHOICES, **_HALVED},
-    {**EPILOGUE_CHOICES, **_HALVED, "tile_n": (64, 128), "epilogue": ("residual", "gated_silu")},
+    {**CHOICES, **_IN_TURNS},
+    {**EPILOGUE_CHOICES, **_IN_TURNS, "tile_n": (64, 128), "epilogue": ("residual", "gated_silu")},
 )  # fmt: skip

@@ -57,13 +57,17 @@ WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one
 OF_GROUP = LDMATRIX_K // MMA_K  # instructions of a block in a group: as much K as is loaded at once
 
 
+def even(offset):
+    """Returns the offset of a thread's first column of D as one of pairs."""
+    return cute.assume(offset, divby=2)
+
+
 @dataclass(frozen=True)
 class Raw:
     """What a thread reads of a stage."""
 
     position: Position
-    base: Any  # shared address of the stages, of what a warpgroup has of them
-    behind: Any  # bytes of a row along K that it does not have, within a swizzle
+    base: Any  # shared address of the stages
     starts: tuple  # for each span of blocks, what its loads begin with
 
 
@@ -89,18 +93,11 @@ class LoadsAlongK:
             chunk = first // 16 * 16
             for h in range(2):
                 offset = offset_along_k(
-                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n, raw.behind
+                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n
                 )
                 address = stage + offset + (first - chunk) + inside
                 words.append(instruction(self.code + " {$w0}, [{$r0}];", address))
         return words
-
-    def half(self, half):
-        """Returns where a half of K begins in a stage: bytes, and of a row in a swizzle."""
-        s = self.spec
-        nbytes = s.converted_k * self.bits // 8
-        boxes = nbytes // s.b_box.swizzle
-        return half * (boxes * s.tile_n * s.b_box.swizzle), 0 if boxes else half * nbytes
 
     def index(self, k, h, i):
         """Returns which word holds what wgmma wants from `k` on: (h, first or second 8 of K)."""
@@ -126,9 +123,6 @@ class LoadsAlongN:
             read_only_args=[stage + raw.starts[span] + k * self.spec.b_box.swizzle],
         )
 
-    def half(self, half):
-        return half * (self.spec.converted_k * self.spec.b_box.swizzle), 0
-
     def index(self, k, h, i):
         return k // 8 + i
 
@@ -147,6 +141,7 @@ class ConversionView:
     written: Any  # a thread's first element of the exchange, as `sums` has them
     read: Any  # the same as `acc` has them: (2, 2, columns / 8)
     barrier: Any  # of the threads that exchange sums
+    warpgroup: Any
 
 
 class RegisterConsumer(SharedConsumer):
@@ -181,8 +176,7 @@ class RegisterConsumer(SharedConsumer):
         s = self.spec
         mma = self.make_swapped_mma()
         thr_mma = mma.get_slice(0)  # one thread stands for its warpgroup
-        sA, base, behind = self.own_part(stages, warpgroup_index)
-        tCrB = mma.make_fragment_B(thr_mma.partition_B(sA))
+        tCrB = mma.make_fragment_B(thr_mma.partition_B(stages.sA))
         acc = cute.make_rmem_tensor(
             self.make_tiled_mma(1)
             .get_slice(0)
@@ -196,9 +190,10 @@ class RegisterConsumer(SharedConsumer):
         position, lane = position_of(thread), thread % 32
         of_span = [self.span_column(warpgroup_index, span) for span in self.spans]
         starts = tuple(self.loads.start(position, lane, column) for column in of_span)
+        base = Int32(stages.sB.iterator.toint())
         written, read = self.exchange_of(stages, warpgroup_index, position)
         return ConversionView(
-            Raw(position, base, behind, starts), tCrB, acc, sums, totals,
+            Raw(position, base, starts), tCrB, acc, sums, totals,
             scales=stages.sS,
             columns=tuple(
                 self.columns_of(warpgroup_index, block, position) for block in range(self.blocks)
@@ -206,11 +201,8 @@ class RegisterConsumer(SharedConsumer):
             written=written,
             read=read,
             barrier=self.exchange_barrier(warpgroup_index),
+            warpgroup=warpgroup_index,
         )  # fmt: skip
-
-    def own_part(self, stages, warpgroup_index):
-        """Returns what a warpgroup multiplies of the stages: A, the address of B, `Raw.behind`."""
-        return stages.sA, Int32(stages.sB.iterator.toint()), 0
 
     def exchange_of(self, stages, warpgroup_index, position):
         """Returns `written` and `read` of a `ConversionView`."""
@@ -218,7 +210,7 @@ class RegisterConsumer(SharedConsumer):
         column = self.held.column(position, 0, 0) % EXCHANGE_COLUMNS
         return (
             exchange + self.aligned(first_column(position) * EXCHANGE_PITCH + column),
-            exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
+            exchange + even(first_row(position) * EXCHANGE_PITCH + first_column(position)),
         )
 
     def aligned(self, offset):
@@ -247,11 +239,11 @@ class RegisterConsumer(SharedConsumer):
 
     def multiply(self, view, ring, state, coords, on_issued):
         if self.spec.k_group:
-            state = self._accumulate_groups(view, ring, state, coords.k_tiles, on_issued)
-        else:
-            state = self._accumulate(view, ring, state, coords.k_tiles, on_issued)
-        self._turn(view)
-        return state
+            return self._accumulate_groups(view, ring, state, coords.k_tiles, on_issued)
+        return self._accumulate(view, ring, state, coords.k_tiles, on_issued)
+
+    def sums(self, view):
+        return view.totals
 
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
@@ -267,24 +259,29 @@ class RegisterConsumer(SharedConsumer):
         self._load_stage(view, words, state.index)
         following = self.following(state, k_tiles > 1)
         self._multiply_stage(mma, view, (fragments, words), ring, state, following, None)
-        state.advance()
+        state = self.after(state)
         for i in cutlass.range(1, k_tiles, unroll=1):
             following = self.following(state, i + 1 < k_tiles)
             self._multiply_stage(
                 mma, view, (fragments, words), ring, state, following,
                 lambda: self.release(ring, release),
             )  # fmt: skip
-            state.advance()
-            release.advance()
+            state = self.after(state)
+            release = self.after(release)
         on_issued()
         warpgroup.wait_group(0)
         self.release(ring, release)
         return state
 
-    def following(self, state, exists):
-        """Returns the state of the next stage of a tile; `state` where this one is the last."""
+    def after(self, state):
+        """Returns the state of a warpgroup's next stage."""
         after = state.clone()
         after.advance()
+        return after
+
+    def following(self, state, exists):
+        """Returns the same within a tile; `state` where this one is the last."""
+        after = self.after(state)
         return pipeline.PipelineState(
             self.spec.num_stages, Int32(0),
             select_(exists, after.index, state.index), select_(exists, after.phase, state.phase),
@@ -304,7 +301,7 @@ class RegisterConsumer(SharedConsumer):
 
     def make_words(self):
         """Returns registers for B's numbers in a stage, as they are loaded."""
-        count = len(self.spans) * (self.spec.converted_k // LDMATRIX_K) * self.loads.words
+        count = len(self.spans) * (self.spec.tile_k // LDMATRIX_K) * self.loads.words
         return cute.make_rmem_tensor((count,), Uint32)
 
     def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
@@ -317,7 +314,7 @@ class RegisterConsumer(SharedConsumer):
         # Asked long before it is needed, as the answer takes time. Not of few stages: of two the
         # following one is that before, not released yet, and of three it has just begun to load.
         there = ring.consumer_try_wait(following) if self.spec.num_stages > 3 else None
-        for group in range(self.spec.converted_k // LDMATRIX_K):
+        for group in range(self.spec.tile_k // LDMATRIX_K):
             if release_previous or group >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)
             if release_previous and group == IN_FLIGHT - 1:
@@ -331,7 +328,7 @@ class RegisterConsumer(SharedConsumer):
                     self._load_words(view, words, following.index, k)
 
     def _load_stage(self, view, words, stage):
-        for k in range(0, self.spec.converted_k, LDMATRIX_K):
+        for k in range(0, self.spec.tile_k, LDMATRIX_K):
             self._load_words(view, words, stage, k)
 
     def _load_words(self, view, words, stage, k):
@@ -344,7 +341,7 @@ class RegisterConsumer(SharedConsumer):
                 words[first + i] = word
 
     def _first_word(self, span, k):
-        return (span * self.spec.converted_k + k) // LDMATRIX_K * self.loads.words
+        return (span * self.spec.tile_k + k) // LDMATRIX_K * self.loads.words
 
     def _multiply_group(self, mma, view, fragments, words, group, stage):
         """Multiplies the `group`-th `LDMATRIX_K` of K of a stage."""
@@ -408,7 +405,7 @@ class RegisterConsumer(SharedConsumer):
                 at, scale = block * values + v, scales[block][v // 2 % 2]
                 view.totals[at] = cute.math.fma(view.sums[at], scale, view.totals[at])
 
-    def _turn(self, view):
+    def settle(self, view):
         """Moves the sums of D transposed to the accumulators of D, 64 rows by 32 columns a time."""
         chunks = self.held.joined * BLOCK // EXCHANGE_COLUMNS
         for row_block in range(self.spec.d_tile_m // EPI_TILE_M):
@@ -442,14 +439,23 @@ class RegisterConsumer(SharedConsumer):
                 cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(count)))
 
     def _total(self, view, row_block, span, inside, i, h):
-        """Returns a thread's sum of its i-th row of a row block, in units of one."""
+        """Returns a thread's sum of its i-th row of a row block."""
         block = span * self.held.joined + inside
         first = block * (self.spec.tile_m // 2) + row_block * (EPI_TILE_M // 2)
-        return view.totals[first + i // 2 * 4 + 2 * h + i % 2] * (1 / self.conversion.unit)
+        return view.totals[first + i // 2 * 4 + 2 * h + i % 2]
 
     def _read(self, view, row_block, chunk):
         of_rows, of_chunk = self.spec.columns_per_warpgroup // 2, EXCHANGE_COLUMNS // 2
-        for v in range(of_chunk):
-            row, column = nth_row(0, v // 2 % 2), nth_column(0, v // 4 * 2 + v % 2)
-            value = cute.arch.load(view.read + (row * EXCHANGE_PITCH + column), Float32)
-            view.acc[row_block * of_rows + chunk * of_chunk + v] = value
+        first = row_block * of_rows + chunk * of_chunk
+        for v in range(0, of_chunk, 2):
+            pair = self.read_pair(view.read, v)
+            for i in range(2):
+                view.acc[first + v + i] = pair[i] * (1 / self.conversion.unit)
+
+    def read_pair(self, read, v):
+        """Returns what the exchange has for a thread's v-th value of a chunk, and for the next."""
+        row, column = nth_row(0, v // 2 % 2), nth_column(0, v // 4 * 2 + v % 2)
+        pair, layout = cute.make_rmem_tensor((2,), Float32), cute.make_layout(2)
+        at = read + (row * EXCHANGE_PITCH + column)
+        cute.autovec_copy(cute.make_tensor(at, layout), pair)
+        return pair
