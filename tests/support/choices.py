@@ -168,7 +168,11 @@ _CONVERTED = {
     "num_stages": (2, 3, 4, 6), "k_group": (0, 32, 64, 128),
 }  # fmt: skip
 _IN_TURNS = {
-    **_CONVERTED, "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
+    **_CONVERTED,
+    "ab_dtype": (
+        ("bfloat16", "int4"), ("float16", "int4"), ("bfloat16", "int8"), ("float16", "float8_e4m3fn"),
+    ),
+    "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
     "num_stages": (3, 4, 6), "k_group": (0,),
 }  # fmt: skip
 CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
