@@ -170,7 +170,8 @@ _CONVERTED = {
 _IN_TURNS = {
     **_CONVERTED,
     "ab_dtype": (
-        ("bfloat16", "int4"), ("float16", "int4"), ("bfloat16", "int8"), ("float16", "float8_e4m3fn"),
+        ("bfloat16", "int4"), ("float16", "int4"), ("bfloat16", "int8"),
+        ("float16", "float8_e4m3fn"),
     ),
     "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
     "num_stages": (3, 4, 6), "k_group": (0,),

@@ -29,14 +29,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
-from ...gemm.conversion import (
-    BLOCK,
-    LDMATRIX_K,
-    MMA_K,
-    Held,
-    offset_along_k,
-    offset_along_n,
-)
+from ...gemm.conversion import BLOCK, LDMATRIX_K, MMA_K, Held
 from ...gemm.dtypes import DTYPES
 from ...gemm.spec import EPI_TILE_M, EXCHANGE_COLUMNS, EXCHANGE_PITCH
 from ...gemm.wgmma_fragment import (
@@ -49,8 +42,9 @@ from ...gemm.wgmma_fragment import (
 )
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP, BarrierId
+from .rs_loads import LoadsAlongK, LoadsAlongN, Raw
 from .ss import SharedConsumer
-from .widening import instruction, make_conversion
+from .widening import make_conversion
 
 IN_FLIGHT = 2  # groups of wgmma, each with registers of its own for B
 WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
@@ -60,71 +54,6 @@ OF_GROUP = LDMATRIX_K // MMA_K  # instructions of a block in a group: as much K 
 def even(offset):
     """Returns the offset of a thread's first column of D as one of pairs."""
     return cute.assume(offset, divby=2)
-
-
-@dataclass(frozen=True)
-class Raw:
-    """What a thread reads of a stage."""
-
-    position: Position
-    base: Any  # shared address of the stages
-    starts: tuple  # for each span of blocks, what its loads begin with
-
-
-class LoadsAlongK:
-    """Loads of what is stored (N, K): two neighbours along K at a time."""
-
-    words = 8  # of a thread, of `LDMATRIX_K` of K
-
-    def __init__(self, spec, held):
-        self.spec, self.bits = spec, held.bits
-        self.code = "ld.shared.u16" if self.bits == 8 else "ld.shared.u8"
-
-    def start(self, position, lane, column):
-        return column + 16 * position.warp
-
-    def load(self, raw, stage, span, k):
-        """Returns the words of a span from `k` on, each at its `index`."""
-        s = self.spec
-        words = []
-        inside = raw.position.quad_lane * (self.bits // 4)
-        for at in range(k, k + LDMATRIX_K, 8):
-            first = at * self.bits // 8
-            chunk = first // 16 * 16
-            for h in range(2):
-                offset = offset_along_k(
-                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n
-                )
-                address = stage + offset + (first - chunk) + inside
-                words.append(instruction(self.code + " {$w0}, [{$r0}];", address))
-        return words
-
-    def index(self, k, h, i):
-        """Returns which word holds what wgmma wants from `k` on: (h, first or second 8 of K)."""
-        return k // 4 + 2 * i + h
-
-
-class LoadsAlongN:
-    """Loads of what is stored (K, N), by ldmatrix: 16 bits along N of 32 of K."""
-
-    words = 4
-
-    def __init__(self, spec, held):
-        self.spec, self.held = spec, held
-
-    def start(self, position, lane, column):
-        slab = (column + self.held.slab(position)) * self.held.bits // 8
-        return offset_along_n(lane, slab, self.spec.b_box.swizzle, self.spec.tile_k)
-
-    def load(self, raw, stage, span, k):
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Uint32] * self.words,
-            read_only_args=[stage + raw.starts[span] + k * self.spec.b_box.swizzle],
-        )
-
-    def index(self, k, h, i):
-        return k // 8 + i
 
 
 @dataclass(frozen=True)
@@ -264,7 +193,7 @@ class RegisterConsumer(SharedConsumer):
             following = self.following(state, i + 1 < k_tiles)
             self._multiply_stage(
                 mma, view, (fragments, words), ring, state, following,
-                lambda: self.release(ring, release),
+                partial(self.release, ring, release),
             )  # fmt: skip
             state = self.after(state)
             release = self.after(release)
