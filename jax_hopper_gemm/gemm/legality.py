@@ -30,6 +30,7 @@ from .type_legality import type_violations
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
+MAX_GATED_IN_TURNS_K = 128  # elements of K of two B's that registers hold as they are loaded
 IN_TURNS_STAGES = 3  # of two, a warpgroup would wait for the one that it still multiplies
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -196,6 +197,8 @@ def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
     if s.num_stages < IN_TURNS_STAGES:
         yield f"num_stages {s.num_stages} is under {IN_TURNS_STAGES}, warpgroups take turns at them"
+    if s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
+        yield f"tile_k {s.tile_k}: numbers of two B's along more than {MAX_GATED_IN_TURNS_K} spill"
     if s.k_group:
         yield "warpgroups that take turns at k-tiles know no scales along K"
 
