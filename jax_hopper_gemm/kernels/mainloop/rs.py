@@ -76,6 +76,8 @@ class ConversionView:
 class RegisterConsumer(SharedConsumer):
     """Math warpgroups that convert B in registers."""
 
+    step = 1  # stages from one of a warpgroup to its next
+
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
         along_k = spec.b_major == "k"
@@ -205,7 +207,8 @@ class RegisterConsumer(SharedConsumer):
     def after(self, state):
         """Returns the state of a warpgroup's next stage."""
         after = state.clone()
-        after.advance()
+        for _ in range(self.step):
+            after.advance()
         return after
 
     def following(self, state, exists):
@@ -242,7 +245,8 @@ class RegisterConsumer(SharedConsumer):
         self.before_read()
         # Asked long before it is needed, as the answer takes time. Not of few stages: of two the
         # following one is that before, not released yet, and of three it has just begun to load.
-        there = ring.consumer_try_wait(following) if self.spec.num_stages > 3 else None
+        many = self.spec.num_stages > 3 * self.step
+        there = ring.consumer_try_wait(following) if many else None
         for group in range(self.spec.tile_k // LDMATRIX_K):
             if release_previous or group >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)

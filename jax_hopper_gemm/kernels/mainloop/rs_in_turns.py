@@ -29,6 +29,7 @@ class InTurnsConsumer(RegisterConsumer):
 
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
+        self.step = spec.math_warpgroups
         self.of_chunk = spec.tile_m * EXCHANGE_PITCH  # floats of `EXCHANGE_COLUMNS`, of all rows
         self.of_warpgroup = spec.tile_n // EXCHANGE_COLUMNS * self.of_chunk
 
@@ -56,7 +57,8 @@ class InTurnsConsumer(RegisterConsumer):
 
     def first_of(self, state, warpgroup_index):
         """Returns the state of a warpgroup's first stage of a tile."""
-        after = super().after(state)
+        after = state.clone()
+        after.advance()
         second = warpgroup_index == 1
         return pipeline.PipelineState(
             self.spec.num_stages, Int32(0),
@@ -69,9 +71,6 @@ class InTurnsConsumer(RegisterConsumer):
         if k_tiles > 0:
             state = self._accumulate(view, ring, state, k_tiles, on_issued)
         return state
-
-    def after(self, state):
-        return super().after(super().after(state))
 
     def settle(self, view):
         of_block = BLOCK // EXCHANGE_COLUMNS * self.of_chunk
