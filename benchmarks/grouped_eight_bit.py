@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import command_line
-import grouped
+import grouped_products as grouped
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -29,7 +29,8 @@ import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grouped import RATE, SCALE, SLOW, TOO_SLOW, first_line, timed
+from grouped import RATE, SLOW, TOO_SLOW, first_line, timed
+from grouped_products import SCALE
 from moe_layers import Layer, layer_of, ours, routed
 from moe_programs import MoeProgram, rows_written, step_of
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from chip import families
-from chip.arrays import Placed
+from chip.arena import Placed
+from chip.arrays import place
 from chip.device import Checker, build
 from chip.host import Host
 from chip.problems import Draw, Trial
@@ -242,5 +243,5 @@ def run(checker, host, draw, seeds):
     """Returns the failures of one batch."""
     batch = checker.batch()
     for seed in seeds:
-        batch.add(draw(seed))
+        place(batch, draw(seed))
     return checker.run(batch, host)

@@ -58,7 +58,7 @@ SPECS = [
         E4M3, E4M3, "bfloat16", promoted=True, a_block=1, b_block=1, grouped="k",
         tile_scheduler="dynamic",
     ),
-    *(spec for spec in chosen_specs() if spec.tile_m == 192),
+    *(spec for spec in chosen_specs() if spec.tile_m == 192 or spec.epilogue),
     spec_of(INT8, INT8, "int32"),
     spec_of(INT8, INT8, "bfloat16", tile_n=192, warp_schedule="pingpong"),
     spec_of(INT8, INT8, "bfloat16", epilogue="scaled_rows_columns"),

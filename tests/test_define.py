@@ -14,7 +14,7 @@ from jax.interpreters import ad
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.lowering.route import Request
+from jax_hopper_gemm.lowering.request import Request
 from jax_hopper_gemm.primitives import define
 from jax_hopper_gemm.primitives.define import Rules, define_primitive
 

@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from support.graphs import EIGHT_BIT
 from support.grouped_problems import CONTRACTION, DECODE, ROWS, random_problem
 
 from jax_hopper_gemm.dispatch import (
@@ -17,7 +18,7 @@ from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns, tile_cycles
 from jax_hopper_gemm.dispatch.expected_tiles import equal_groups, expected_pieces
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order, memory_bytes
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -82,6 +83,22 @@ def test_the_better_kernel_for_the_size_of_groups_is_expected_to_be_faster():
     assert cost(small, tile_m=64) < cost(small, tile_m=256)
     # A store hides behind the other warpgroup's few k-tiles.
     assert cost(CONTRACTION, warp_schedule="pingpong") < cost(CONTRACTION)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "groups", "columns"),
+    [(2048, 1536, 81792, 128, 192), (7168, 4096, 36736, 32, 256)],
+)
+def test_gradients_of_weights_take_the_tile_that_was_fastest(m, n, k, groups, columns):
+    """With scales of tensors, of 8 bits; where N is a multiple of 192, and not."""
+    plain = GemmProblem.grouped("k", m, n, k, groups, b_major="k")
+    problem = replace(
+        plain, a_dtype="float8_e4m3fn", b_dtype="float8_e5m2", a=MatrixLayout("k", k),
+        b=MatrixLayout("k", k), promoted=True, epilogue=EIGHT_BIT["scaled"],
+        operands=(MatrixLayout("n", 1),) * 2,
+    )  # fmt: skip
+    spec = choose(problem, H200, kernel_only=True).spec
+    assert spec and (spec.tile_m, spec.tile_n, spec.epi_tile_n) == (128, columns, 64)
 
 
 def test_a_pair_along_grouped_rows_pads_no_group_to_two_tiles():

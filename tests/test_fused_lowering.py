@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
-from support.program_inspection import attributes, lowered
+from support.program_inspection import attributes, lowered, shape, step
+from support.reachable import launches, on_matrices, reachable, results
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
@@ -48,62 +49,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "choose", choose)
 
 
-@dataclass(frozen=True)
-class Operation:
-    name: str
-    operands: tuple[str, ...]
-    text: str
-
-
-def reachable(program: str) -> list[Operation]:
-    """Returns the operations of a program that its results depend on."""
-    body = program.split("func.func public @main")[1].split("\n  }")[0]
-    operations: dict[str, Operation] = {}
-    for line in body.splitlines():
-        if found := re.match(r"\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)", line):
-            name, operation, rest = found.groups()
-            operations[name] = Operation(operation, tuple(re.findall(r"%\w+", rest)), line)
-    (results,) = re.findall(r"\n\s*return (.*) :", body)
-    waiting, found = re.findall(r"%\w+", results), {}
-    while waiting:
-        name = waiting.pop()
-        if name in operations and name not in found:
-            found[name] = operations[name]
-            waiting += operations[name].operands
-    return [operations[name] for name in operations if name in found]
-
-
-def launches(program: str) -> list[GemmSpec]:
-    operations = [o for o in reachable(program) if "jax_hopper_gemm.v1.launch" in o.text]
-    return [GemmSpec.from_json(attributes(o.text, "spec")[0]) for o in operations]
-
-
-def results(spec: GemmSpec) -> list[str]:
-    return [f"{r.kind} {r.dtype}" if r.kind == "matrix" else r.kind for r in spec.graph.results]
-
-
-def on_matrices(program: str, elements: int = T * D) -> list[str]:
-    """Returns names of operations other than launches that write at least so many elements.
-
-    XLA computes a conversion within the reduction that alone reads it.
-    """
-    found, operations = [], reachable(program)
-    for operation in operations:
-        (name,) = re.findall(r"(%\w+)(?::\d+)? =", operation.text)
-        readers = {o.name for o in operations if name in o.operands}
-        if operation.name == "stablehlo.convert" and readers == {"stablehlo.reduce"}:
-            continue
-        types = re.findall(r"tensor<([\dx]+)x\w+>", operation.text.split("->")[-1].split(" : ")[-1])
-        sizes = [eval(t.replace("x", "*")) for t in types]  # noqa: S307
-        if "launch" not in operation.text and max(sizes, default=0) >= elements:
-            found.append(operation.name)
-    return found
-
-
-def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
-
-
 def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding=None, **options):
     rights = rights if isinstance(rights, tuple) else (rights,)
     arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
@@ -129,12 +74,6 @@ def swiglu_mlp(save_preactivation, x, *weights):
         save_preactivation=save_preactivation,
     )  # fmt: skip
     return jhg.matmul(y, w2, implementation="hopper")
-
-
-def step(mlp, cotangent, *args):
-    """Forward and both gradients."""
-    y, back = jax.vjp(mlp, *args)
-    return y, back(cotangent)
 
 
 GELU = [shape(T, D), shape(D, F), shape(F), shape(F, D), shape(D)]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_fused
-from test_fused import (
+from support import fused_models
+from support.fused_models import (
     TRANSFORMS,
     assert_close,
     axes_of,
@@ -110,7 +110,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-model = partial(test_fused.model, models=MODELS)
+model = partial(fused_models.model, models=MODELS)
 
 
 def value_and_gradients(function):

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.program_inspection import attributes, lowered
-from test_fused_lowering import launches, on_matrices, reachable, results, shape, step
+from support.program_inspection import attributes, lowered, shape, step
+from support.reachable import launches, on_matrices, reachable, results
 
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.gemm.groups import VARLEN_M_KN, Groups

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from moe_programs import COPYING, MOE_PROGRAMS, MoeProgram
 from support.program_inspection import LAUNCH, lowered
-from test_fused_lowering import launches, reachable
+from support.reachable import launches, reachable
 
 pytestmark = pytest.mark.usefixtures("launcher")
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from support.program_inspection import shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.launch.ffi_target import TARGET
@@ -15,10 +16,6 @@ from jax_hopper_gemm.lowering.call import custom_calls
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("launcher")]
 
 HEADS, SHARED, LENGTH, FEATURES = 2, 4, 1024, 128
-
-
-def shape(*extents: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, jnp.bfloat16)
 
 
 LOGITS = shape(HEADS, LENGTH, SHARED, LENGTH)  # heads, queries, queries' heads of each, keys

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import compute_on
-from support.program_inspection import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered, shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, dispatch
@@ -18,15 +18,13 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.lowering import fallback, route
+from jax_hopper_gemm.lowering import fallback
 from jax_hopper_gemm.lowering.decide import forms_of
+from jax_hopper_gemm.lowering.devices import current_device
 from jax_hopper_gemm.lowering.origins import Origin
+from jax_hopper_gemm.lowering.request import Request
 
 pytestmark = pytest.mark.usefixtures("launcher")
-
-
-def shape(*extents: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 def hopper(subscripts: str):
@@ -84,7 +82,7 @@ def test_the_smaller_operand_is_copied_in_the_order_of_the_other(subscripts):
     parsed = Subscripts.parse(subscripts)
     arrays = [integers(tuple(extents[x] for x in labels)) for labels in (parsed.lhs, parsed.rhs)]
     shapes = [x.shape for x in arrays]
-    request = route.Request(parsed, shapes[0], "bfloat16", shapes[1], "bfloat16", "bfloat16")
+    request = Request(parsed, shapes[0], "bfloat16", shapes[1], "bfloat16", "bfloat16")
     *_, form = forms_of(request, [Origin(), Origin()])
     ((operand, order),) = form.copied
     assert arrays[operand].size == min(x.size for x in arrays)
@@ -307,8 +305,8 @@ def test_the_device_is_the_first_gpu_among_the_candidates():
         compute_capability, core_count = "9.0", 114
 
     cpu = jax.devices("cpu")[0]
-    assert route.current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114)
-    assert route.current_device((cpu,)) == dispatch.H200
+    assert current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114)
+    assert current_device((cpu,)) == dispatch.H200
 
 
 def test_what_computes_on_the_host_stays_there():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from functools import partial
 from typing import Any
 
@@ -16,24 +15,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.program_inspection import integers
+from support.ragged import LHS, RHS, SIZES, G, K, N, T, by_loop, numbers
 
 import jax_hopper_gemm as jhg
 
-T, K, N, G = 12, 3, 4, 3
-LHS, RHS = integers((T, K)), integers((G, K, N), seed=1)
-SIZES = jnp.array([3, 0, 5])
 RAGGED: Any = jhg.ragged_dot  # taken with arguments of other types than it declares
-GENERAL: Any = jhg.ragged_dot_general
-
-
-def by_loop(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
-    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
-    out, start = np.zeros((len(lhs), rhs.shape[2])), 0
-    for matrix, size in zip(rhs, np.maximum(np.asarray(sizes), 0), strict=True):
-        end = start + int(size)
-        out[start:end] = lhs[start:end] @ matrix
-        start = end
-    return out
 
 
 @pytest.mark.parametrize("ours, theirs", [
@@ -78,6 +64,11 @@ def test_sizes_beyond_int32_stay_what_they_are():
             np.testing.assert_array_equal(
                 jhg.ragged_dot(LHS, RHS, sizes), by_loop(LHS, RHS, expected)
             )
+
+
+def test_known_sizes_that_are_too_long_are_clipped_as_in_lax():
+    out = jhg.ragged_dot(LHS, RHS, np.array([5, 9, 4]))
+    np.testing.assert_array_equal(out, by_loop(LHS, RHS, [5, 9, 4]))
 
 
 @pytest.mark.parametrize("dtypes, preferred", [
@@ -196,12 +187,6 @@ def test_expert_parallel_under_shard_map():
 
 
 # ragged_dot_general.
-
-
-def numbers(contracting: Any, batch: Any, ragged: int, group: int | None) -> Any:
-    return lax.RaggedDotDimensionNumbers(
-        (contracting, batch), [ragged], [] if group is None else [group]
-    )
 
 
 MATRIX_OF_SIZES = jnp.array([[1, 2, 3], [4, 5, 6]])
@@ -366,129 +351,3 @@ def test_symbolic_rows_export_and_run():
         function = jax.jit(partial(jhg.ragged_dot, group_offset=offset))
         exported = jax.export.export(function, platforms=["cpu"])(*args)
         np.testing.assert_array_equal(exported.call(LHS, RHS, SIZES), by_loop(LHS, RHS, SIZES))
-
-
-# The context manager.
-
-
-def ragged_names(function, *args) -> set[str]:
-    equations = jax.make_jaxpr(function)(*args).eqns
-    return {e.primitive.name for e in equations if "ragged" in e.primitive.name}
-
-
-def test_intercepted_calls_run_on_ours():
-    def layer(lhs, rhs, sizes):
-        dimensions = numbers(([1], [1]), ([], []), 0, 0)
-        return lax.ragged_dot(lhs, rhs, sizes) + lax.ragged_dot_general(lhs, rhs, sizes, dimensions)
-
-    args = (LHS, RHS, SIZES)
-    theirs, before = layer(*args), (lax.ragged_dot, lax.ragged_dot_general)
-    with jhg.intercept_ragged_dot():
-        assert ragged_names(layer, *args) == {"hopper_ragged_dot"}
-        np.testing.assert_array_equal(layer(*args), theirs)
-        assert jax.lax.ragged_dot.__name__ == "ragged_dot"
-    assert (lax.ragged_dot, lax.ragged_dot_general) == before
-    assert ragged_names(lambda *args: lax.ragged_dot(*args), *args) == {"ragged_dot_general"}
-
-
-def test_interception_nests_and_ends_with_an_exception():
-    before = lax.ragged_dot
-    with pytest.raises(RuntimeError, match="stop"):
-        with jhg.intercept_ragged_dot():
-            outer = lax.ragged_dot
-            with jhg.intercept_ragged_dot(implementation="hopper"):
-                with pytest.raises(NotImplementedError, match="implementation='hopper'"):
-                    lax.ragged_dot(LHS, RHS, SIZES)
-            assert lax.ragged_dot is outer
-            raise RuntimeError("stop")
-    assert lax.ragged_dot is before
-
-
-# Errors.
-
-ERRORS = [
-    (lambda: jhg.ragged_dot(LHS[0], RHS, SIZES), ValueError,
-     "ragged_dot: lhs is f32[3], expected (M, K)"),
-    (lambda: jhg.ragged_dot(LHS[None], RHS[0], SIZES[None]), ValueError,
-     "ragged_dot: lhs is f32[1,12,3], expected (M, K): other axes are ragged_dot_general's; "
-     "rhs is f32[3,4], expected (G, K, N); "
-     "group_sizes is i32[1,3], expected (G,): other axes are ragged_dot_general's"),
-    (lambda: jhg.ragged_dot(LHS, RHS.swapaxes(1, 2), SIZES), ValueError,
-     "ragged_dot: K differs: lhs is f32[12,3], rhs is f32[3,4,3]. Is rhs stored (G, N, K)? "
-     "Pass jnp.swapaxes(rhs, 1, 2)"),
-    (lambda: jhg.ragged_dot(LHS, RHS[:2], SIZES), ValueError,
-     "ragged_dot: G differs: rhs is f32[2,3,4], group_sizes is i32[3]. Does rhs hold some of "
-     "the groups? Say from which one on with group_offset"),
-    (lambda: jhg.ragged_dot(LHS, RHS, SIZES[:2]), ValueError,
-     "ragged_dot: G differs: rhs is f32[3,3,4], group_sizes is i32[2]"),
-    (lambda: jhg.ragged_dot(LHS, RHS, SIZES[:2], group_offset=0), ValueError,
-     "ragged_dot: G differs: rhs is f32[3,3,4], group_sizes is i32[2]: group_sizes are those of "
-     "all groups"),
-    (lambda: jhg.ragged_dot(LHS, RHS, SIZES.astype("float32")), TypeError,
-     "ragged_dot: group_sizes is f32[3], expected integers"),
-    (lambda: RAGGED(LHS, RHS, [3, 0, 5]), TypeError,
-     "ragged_dot: group_sizes is a list, expected an array: convert it with jnp.asarray"),
-    (lambda: jhg.ragged_dot(LHS, RHS, np.array([3, -2, 5])), ValueError,
-     "ragged_dot: group_sizes has a negative size, -2: expected 0 or more"),
-    (lambda: jhg.ragged_dot(LHS, RHS, SIZES, group_offset=jnp.zeros(2)), TypeError,
-     "ragged_dot: group_offset is f32[2], expected integers; "
-     "group_offset is f32[2], expected a scalar or (1,)"),
-    (lambda: jhg.ragged_dot(LHS, RHS, SIZES, group_offset=np.array([4])), ValueError,
-     "ragged_dot: group_offset is 4, expected the number of a group: group_sizes is i32[3]"),
-    (lambda: RAGGED(LHS, RHS, SIZES, implementation="pallas"), ValueError,
-     "ragged_dot: implementation is 'pallas', expected None, 'hopper' or 'xla'"),
-    (lambda: jhg.ragged_dot(LHS, RHS, SIZES, implementation="hopper"), NotImplementedError,
-     "implementation='hopper': the kernels run on CUDA, and this program is lowered for another "
-     "platform. With implementation=None it runs on either."),
-    (lambda: GENERAL(LHS, RHS, SIZES, (((1,), (1,)), ((), ()))), TypeError,
-     "ragged_dot_general: ragged_dot_dimension_numbers is a tuple, expected a "
-     "jax.lax.RaggedDotDimensionNumbers"),
-    (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [2]), ([], []), 0, 0)), ValueError,
-     "ragged_dot_general: contracting axes (1,) and (2,) have extents (3,) and (4,): "
-     "lhs is f32[12,3], rhs is f32[3,3,4]"),
-    (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 2, 0)), ValueError,
-     "ragged_dot_general: lhs_ragged_dimensions is (2,), expected one axis of lhs, f32[12,3]"),
-    (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 0, 1)), ValueError,
-     "ragged_dot_general: rhs_group_dimensions is (1,), expected one axis of rhs, f32[3,3,4], "
-     "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"),
-    (lambda: GENERAL(LHS, LHS, SIZES, numbers(([0], [0]), ([], []), 0, 1)), ValueError,
-     "ragged_dot_general: rhs_group_dimensions is (1,), expected none: the ragged axis is a "
-     "contracted one"),
-    (lambda: GENERAL(LHS, LHS, SIZES, numbers(([0], [0]), ([], []), 0, None), group_offset=0),
-     ValueError,
-     "ragged_dot_general: group_offset came, and rhs has no axis of groups that it could be "
-     "into"),
-    (lambda: GENERAL(jnp.zeros((2, T, K)), RHS, SIZES[None], numbers(([2], [1]), ([], []), 1, 0)),
-     ValueError,
-     "ragged_dot_general: group_sizes is i32[1,3], expected (G,) or (2, G): lhs is f32[2,12,3]"),
-    (lambda: GENERAL(LHS, RHS, SIZES[0], numbers(([1], [1]), ([], []), 0, 0)), ValueError,
-     "ragged_dot_general: group_sizes is a scalar, i32[], expected (G,)"),
-    (lambda: GENERAL(LHS, RHS[:2], SIZES, numbers(([1], [1]), ([], []), 0, 0)), ValueError,
-     "ragged_dot_general: G differs: rhs is f32[2,3,4], group_sizes is i32[3]. Does rhs hold "
-     "some of the groups? Say from which one on with group_offset"),
-    (
-        lambda: GENERAL(
-            jnp.zeros((5, T, K)), jnp.zeros((5, T, N)), SIZES,
-            numbers(([0, 1], [0, 1]), ([], []), 1, None), implementation="hopper",
-        ),
-        NotImplementedError,
-        "implementation='hopper': no kernel runs ragged_dot_general: it contracts axes outside of "
-        "the ragged one",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call, error, message", ERRORS)
-def test_the_message_says_what_came_and_the_way_out(call, error, message):
-    with pytest.raises(error, match=re.escape(message) + r"(\n|$)"):
-        call()
-
-
-def test_errors_are_raised_while_tracing():
-    with pytest.raises(ValueError, match="K differs: lhs is f32"):
-        jax.eval_shape(jhg.ragged_dot, LHS, RHS.swapaxes(1, 2), SIZES)
-
-
-def test_known_sizes_that_are_too_long_are_clipped_as_in_lax():
-    out = jhg.ragged_dot(LHS, RHS, np.array([5, 9, 4]))
-    np.testing.assert_array_equal(out, by_loop(LHS, RHS, [5, 9, 4]))

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support.program_inspection import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered, shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
@@ -21,7 +21,8 @@ from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.gemm.groups import VARLEN_K, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.lowering.route import Request, route
+from jax_hopper_gemm.lowering.request import Request
+from jax_hopper_gemm.lowering.route import route
 
 T, K, N, G = 12, 3, 4, 3
 LHS, RHS, C = integers((T, K)), integers((T, N), seed=1), integers((G, K, N), seed=2)
@@ -235,10 +236,6 @@ def test_symbolic_rows_export_and_run():
 
 
 # Lowered for CUDA, on any machine.
-
-
-def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 LARGE = [shape(4096, 512), shape(4096, 384), shape(8, dtype=np.int32)]

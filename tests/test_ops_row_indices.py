@@ -13,8 +13,8 @@ import pytest
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.program_inspection import LAUNCH, integers, lowered
-from test_fused_lowering import launches, on_matrices, reachable
+from support.program_inspection import LAUNCH, integers, lowered, shape
+from support.reachable import launches, on_matrices, reachable
 from test_ops_epilogue import assert_close
 
 import jax_hopper_gemm as jhg
@@ -258,10 +258,6 @@ def test_rows_lie_as_explicit_mesh_axes_have_their_indices():
 # Lowered for CUDA.
 
 T, R, D, F, E = 256, 1024, 256, 384, 4  # tokens, rows, model, hidden, experts
-
-
-def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 X, SIZES_OF_X, ROWS_OF_X = shape(T, D), shape(E, dtype=np.int32), shape(R, dtype=np.int32)

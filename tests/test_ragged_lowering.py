@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.program_inspection import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered, shape
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
@@ -32,7 +32,8 @@ from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import fallback
 from jax_hopper_gemm.lowering.call import product_at
 from jax_hopper_gemm.lowering.finish import finished_results
-from jax_hopper_gemm.lowering.route import Request, route
+from jax_hopper_gemm.lowering.request import Request
+from jax_hopper_gemm.lowering.route import route
 from jax_hopper_gemm.primitives import fused_grad
 from jax_hopper_gemm.primitives.fused_grad import epilogue_p
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
@@ -63,10 +64,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GemmProblem]:
 
     monkeypatch.setattr(dispatch, "choose", choose)
     return asked
-
-
-def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(extents, dtype)
 
 
 LHS, RHS, SIZES = shape(T, K), shape(G, K, N), shape(G, dtype=np.int32)

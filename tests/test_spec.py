@@ -8,6 +8,7 @@ from functools import cached_property
 
 import pytest
 from support.cubin_samples import OTHER_VALUES, SPEC
+from support.graphs import EIGHT_BIT
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
@@ -195,6 +196,20 @@ def test_an_epilogue_takes_registers_from_the_accumulators():
     for tile_m in (64, 192):
         spec = replace(LARGE, tile_m=tile_m, epilogue=long)
         assert max_accumulators(spec) <= MAX_ACC_REGISTERS[spec.math_warpgroups]
+
+
+def test_scales_of_tensors_take_registers_that_promoted_sums_leave():
+    """Of groups along K, in wide epilogue tiles: there ptxas spills with none of them."""
+    spec = GemmSpec(
+        "float8_e4m3fn", "float8_e5m2", "bfloat16", "k", "k", 128, 192, 128, cluster_m=2,
+        tile_scheduler="dynamic", num_stages=3, epi_tile_n=64, epilogue=EIGHT_BIT["scaled"],
+        grouped="k", promoted=True,
+    )  # fmt: skip
+    assert violations(spec) == [] and spec.acc_registers == max_accumulators(spec) == 192
+    vectors = {"epilogue": EIGHT_BIT["scaled_rows_columns"], "epi_load_stages": 2}
+    for change in ({"epi_tile_n": 32}, {"grouped": "m"}, vectors):
+        (reason,) = violations(replace(spec, **change))
+        assert reason.startswith("192 accumulators a thread; 1")
 
 
 def test_violations_report_every_bad_field_at_once():

@@ -115,6 +115,7 @@ class Axis:
 
 MAX_BATCH_AXES = 3  # with a matrix's two the five dimensions of a tensor map
 A, B, D = 0, 1, 2  # places in `Axis.strides`; the epilogue's operands follow
+UNEVEN = "axes do not lie evenly one inside the other in both operands"
 FIRST_OPERAND = 3
 
 
@@ -251,28 +252,30 @@ def _indices(
         if extents[label] > 1:
             axis = Axis(label, extents[label], tuple(s.get(label, 0) for s in strides))
             axes.setdefault((label in out, label in a and label in b), []).append(axis)
-    free = axes.get((True, False), [])
+    free, shared = axes.get((True, False), []), axes.get((True, True), [])
     m, spilled_m = _matrix_axis([axis for axis in free if axis.strides[A]], A, unit)
     n, spilled_n = _matrix_axis([axis for axis in free if axis.strides[B]], D, unit)
     contracted = _merged(axes.get((False, True), []), A)
-    uneven = "axes do not lie evenly one inside the other in both operands"
     if len(contracted) > 1:
-        raise NotAGemm(f"the contracted {uneven}")
-    shared, spilled = axes.get((True, True), []), [*spilled_m, *spilled_n]
+        raise NotAGemm(f"the contracted {UNEVEN}")
+    spilled = [*spilled_m, *spilled_n]
     batch = _merged([*shared, *spilled], D)
     if len(batch) > MAX_BATCH_AXES:
-        others = ", the result and what the epilogue reads" if labels else " and the result"
-        if not spilled:
-            raise NotAGemm(
-                f"the batch {uneven}{others}, but as {len(batch)}, over {MAX_BATCH_AXES}"
-            )
-        letters = ", ".join(repr(x.letters) for x in spilled)
-        to_few = f"{'with the batch axes ' if shared else ''}to {MAX_BATCH_AXES} batch axes"
-        raise NotAGemm(
-            f"the axes {letters} of one operand alone do not join with its other axes, nor {to_few}"
-            f", in the operands{others}"
-        )
+        raise NotAGemm(_batch_violation(batch, spilled, bool(shared), bool(labels)))
     return _Indices(m, n, (contracted or [unit])[0], tuple(batch or [unit]), swap_ab)
+
+
+def _batch_violation(batch: list[Axis], spilled: list[Axis], shared: bool, reads: bool) -> str:
+    """Returns why a batch has too many axes, of which `spilled` are of one operand alone."""
+    others = ", the result and what the epilogue reads" if reads else " and the result"
+    if not spilled:
+        return f"the batch {UNEVEN}{others}, but as {len(batch)}, over {MAX_BATCH_AXES}"
+    letters = ", ".join(repr(x.letters) for x in spilled)
+    to_few = f"{'with the batch axes ' if shared else ''}to {MAX_BATCH_AXES} batch axes"
+    return (
+        f"the axes {letters} of one operand alone do not join with its other axes, nor {to_few}, "
+        f"in the operands{others}"
+    )
 
 
 def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:

@@ -132,8 +132,10 @@ _EITHER_ORDER = (
 )
 HALVES_CONFIGS = (  # for operands of 16 bits, of which these have been measured
     Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
-    Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
-    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
+    *(
+        Config(64, n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True)
+        for n in (16, 32, 64, 128)
+    ),
     *_EITHER_ORDER,
 )
 TRANSPOSED_CONFIGS = (*_EITHER_ORDER, Config(128, 192, cluster_m=2), *LARGE_RESULTS)

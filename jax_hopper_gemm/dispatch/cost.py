@@ -49,6 +49,9 @@ LAUNCH_NS = 1400.0  # fitted; includes the gap between two launches of a CUDA gr
 EVICTED = 0.99  # measured, up to 64 rows: where what is read once leaves L2 first
 MEMORY_LEAK = 0.1  # fitted: of the faster of SMs and device memory, as `mainloop_cycles.LEAK`
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
+# The same of promoted sums where K is in groups, with three stages and with more: measured, by the
+# times of three tiles with and without their stores. A tile begins no sooner there without claims.
+EXPOSED_OF_SHORT_K = 0.4, 0.2
 COUNTER_NS = 500.0  # assumed: until the counter of tiles is ready
 DYNAMIC_CYCLES = 900.0  # fitted: to claim and find a tile of groups
 # Fitted over 940 kernels of 47 products: what claims cost the tiles of two pingpong warpgroups.
@@ -133,7 +136,7 @@ def _times(
     shared, k_tiles = waves.shared, expected_k_tiles(p, s)
     mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
     cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop)
-    sm_ns = (cycles + _exchange_cycles(s, shared.added)) / CYCLES_PER_NS
+    sm_ns = cycles / CYCLES_PER_NS
     sm_ns *= where(s.split_k & (waves.number > 1), SHARED_WAVE, 1.0)
     sm_ns += waves.number * loose_cycles(s) / CYCLES_PER_NS
 
@@ -141,6 +144,7 @@ def _times(
     memory_ns = memory / MEMORY_BYTES_PER_NS
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
+    ns += _exchange_cycles(s, shared.added) / CYCLES_PER_NS  # when all k-tiles have been read
     ns += s.dynamic * (0.0 if p.groups else COUNTER_NS)
     return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
@@ -158,9 +162,12 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
     in_turns = mainloop + epilogue + spec.dynamic * claims
     in_turns = waves * most(mainloop, in_turns / 2) + epilogue
-    hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - EXPOSED, 0.0)
+    short_k, (few, more) = spec.promoted and spec.grouped == "k", EXPOSED_OF_SHORT_K
+    exposed = where(spec.num_stages <= 3, few, more) if short_k else EXPOSED
+    hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - exposed, 0.0)
     shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
-    stored = waves * (mainloop + epilogue + spec.dynamic * fetch) - (waves - 1) * hidden * epilogue
+    fetch *= spec.dynamic | short_k
+    stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
     return where(spec.warp_schedule == "pingpong", in_turns, stored + waves * shared)
 
 

@@ -27,6 +27,7 @@ RING_CYCLES = 2400.0
 # Fitted over 25 kernels on 6 products of 8 bits, which then err by 4 % (rms): cycles of a k-tile
 # beside those of the tensor cores, where sums are promoted, by math warpgroups (of one assumed).
 PROMOTION_CYCLES = {1: 260.0, 2: 130.0, 3: 30.0}
+SHORT_K_CYCLES = {**PROMOTION_CYCLES, 3: 130.0}  # the same where K is in groups: measured
 BLOCK_SCALES_CYCLES = 40.0  # more, with scales of blocks of both operands
 # More, where each column has a scale: for 64x128 elements, and for each piece of a tile.
 COLUMN_SCALES_CYCLES, PIECE_CYCLES = 90.0, 40.0
@@ -70,7 +71,8 @@ def math_cycles(spec: GemmSpec) -> float:
 
 def _promotion_cycles(spec: GemmSpec) -> float:
     """Returns the cycles that it takes to promote the sums of a k-tile, beside its products."""
-    s, cycles = spec, each(PROMOTION_CYCLES.__getitem__, spec.math_warpgroups)
+    s, of_warpgroups = spec, SHORT_K_CYCLES if spec.grouped == "k" else PROMOTION_CYCLES
+    cycles = each(of_warpgroups.__getitem__, s.math_warpgroups)
     if s.b_block == 1:
         elements, pieces = s.tile_m * s.tile_n, s.tile_m // 64 * (s.tile_n // s.sum_columns)
         return cycles + elements / (64 * 128) * COLUMN_SCALES_CYCLES + pieces * PIECE_CYCLES

@@ -22,6 +22,9 @@ STORED, STORED_BY_SHARES = 1.2, 1.4
 # Measured, for each line of a box that is stored: what two sectors cost of which it fills a part.
 # 60 to 90 with 32 elements of 16 bits, 80 to 110 with 64.
 SPLIT_SECTOR_BYTES = 80.0
+# Fitted: how long reading B takes where a tile's lines are shorter than L2's and CTAs are apart
+# along K, so that none nearby reads the rest of a line.
+LINE_BYTES, CUT_LINES = 128, 1.25
 FITTING = 0.8  # of L2, that A and B may take to stay there
 BALANCE = 190.0  # FLOPs for each byte moved, from which tensor cores take longer than memory
 
@@ -39,7 +42,7 @@ def memory_bytes(
     row_a = p.stored_k * s.a_itemsize
     row_b = DTYPES[s.b_dtype].nbytes(p.stored_k * p.graph.accumulators)
     a_bytes, b_bytes = p.m * row_a, p.n * row_b
-    slow = _slow_bytes(p, s)
+    slow = _slow_bytes(p, s) + _cut_lines(s) * p.l * b_bytes
     if a_bytes + b_bytes <= FITTING * L2_BYTES:
         return p.bytes + slow
     clusters = grid.cluster_grid(p, s)
@@ -65,6 +68,15 @@ def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
         widths = (s.epi_box(result.dtype).contiguous for result in p.graph.matrices)
         slow += SPLIT_SECTOR_BYTES * elements * sum(1 / width for width in widths)
     return slow
+
+
+def _cut_lines(spec: GemmSpec) -> float:
+    """Returns how much longer reading B takes for lines of which a tile has a part."""
+    s = spec
+    if s.b_major == "k":
+        return 0.0
+    cut = s.split_k & (DTYPES[s.b_dtype].nbytes(s.tile_n) < LINE_BYTES)
+    return where(cut, CUT_LINES - 1, 0.0)
 
 
 def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:

@@ -65,13 +65,6 @@ def each_where(
     return found.T
 
 
-def divisor(a: Any, b: Any) -> Any:
-    """Returns the greatest common divisor of two numbers, of arrays for each of their elements."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.gcd(a, b)
-    return gcd(a, b)
-
-
 def where(condition: Any, then: Any, other: Any) -> Any:
     """Returns one of two numbers, of arrays for each of their elements."""
     if isinstance(condition, np.ndarray):
@@ -79,15 +72,16 @@ def where(condition: Any, then: Any, other: Any) -> Any:
     return then if condition else other
 
 
-def least(a: Any, b: Any) -> Any:
-    """Returns the smaller of two numbers, of arrays for each of their elements."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.minimum(a, b)
-    return min(a, b)
+def _of_two(of_numbers: Callable[..., Any], of_arrays: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of two numbers, or of arrays for each of their elements."""
+
+    def function(a: Any, b: Any) -> Any:
+        either = isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+        return (of_arrays if either else of_numbers)(a, b)
+
+    return function
 
 
-def most(a: Any, b: Any) -> Any:
-    """Returns the larger of two numbers, of arrays for each of their elements."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.maximum(a, b)
-    return max(a, b)
+divisor = _of_two(gcd, np.gcd)  # the greatest one that both have
+least = _of_two(min, np.minimum)
+most = _of_two(max, np.maximum)

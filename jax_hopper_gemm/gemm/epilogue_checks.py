@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from .dtypes import DTYPES, EPILOGUE, QUANTIZED, RESULTS, names
-from .epilogue_graph import ARITY, LOGIC, MAX_TOP_K, ROW_REDUCTIONS, EpilogueGraph, Node, Result
+from .epilogue_graph import (
+    ARITY,
+    LOGIC,
+    MAX_TOP_K,
+    ROW_REDUCTIONS,
+    EpilogueGraph,
+    Node,
+    Operand,
+    Result,
+)
 
 
 def graph_violations(graph: EpilogueGraph) -> Iterator[str]:
@@ -17,39 +26,50 @@ def graph_violations(graph: EpilogueGraph) -> Iterator[str]:
     if graph.accumulators not in (1, 2):
         yield f"{graph.accumulators} accumulators, not 1 or 2"
     for i, operand in enumerate(graph.operands):
-        if operand.kind not in ("scalar", "row", "column", "matrix"):
-            yield f"operand {i} has kind {operand.kind!r}"
-        if operand.dtype not in EPILOGUE:
-            yield f"operand {i} is {operand.dtype}, not one of {', '.join(EPILOGUE)}"
-        if operand.kind == "scalar" and operand.dtype != "float32":
-            yield f"operand {i} is a {operand.dtype} scalar; scalars are float32"
+        yield from (f"operand {i} {reason}" for reason in _operand_violations(operand))
     for i, node in enumerate(graph.nodes):
-        value = graph.first_node + i
-        if node.op not in ARITY:
-            yield f"node {i} is {node.op!r}, which no kernel computes"
-        elif len(node.args) != ARITY[node.op]:
-            yield f"node {i} gives {node.op} {len(node.args)} arguments, not {ARITY[node.op]}"
-        elif not all(0 <= argument < value for argument in node.args):
-            yield f"node {i} ({node.op}) reads a value that comes after it"
-        elif tuple(map(graph.is_predicate, node.args)) != _predicate_arguments(node):
-            yield f"node {i} ({node.op}) takes numbers for truth values or the reverse"
+        yield from (f"node {i} {reason}" for reason in _node_violations(graph, i, node))
     if not graph.results:
         yield "no results"
     if graph.matrices and graph.results[0].kind != "matrix":
         yield "the first result is not a matrix, though there is one"
     yield from _plane_violations(graph.results)
     for i, result in enumerate(graph.results):
-        if not 0 <= result.value < graph.num_values:
-            yield f"result {i} is value {result.value} of {graph.num_values}"
-        elif graph.is_predicate(result.value):
-            yield f"result {i} is a truth value: select numbers by it"
-        if result.kind == "matrix" and result.dtype in names("sum"):
-            if result.value >= graph.accumulators:
-                yield f"result {i} is {result.dtype} and no accumulator"
-        elif result.kind == "matrix" and result.dtype not in RESULTS + QUANTIZED:
-            yield f"result {i} is {result.dtype}, not one of {', '.join(RESULTS + QUANTIZED)}"
-        if result.kind.startswith("top_k") and not 1 <= result.k <= MAX_TOP_K:
-            yield f"result {i} has k {result.k}, not 1 to {MAX_TOP_K}"
+        yield from (f"result {i} {reason}" for reason in _result_violations(graph, result))
+
+
+def _operand_violations(operand: Operand) -> Iterator[str]:
+    if operand.kind not in ("scalar", "row", "column", "matrix"):
+        yield f"has kind {operand.kind!r}"
+    if operand.dtype not in EPILOGUE:
+        yield f"is {operand.dtype}, not one of {', '.join(EPILOGUE)}"
+    if operand.kind == "scalar" and operand.dtype != "float32":
+        yield f"is a {operand.dtype} scalar; scalars are float32"
+
+
+def _node_violations(graph: EpilogueGraph, index: int, node: Node) -> Iterator[str]:
+    if node.op not in ARITY:
+        yield f"is {node.op!r}, which no kernel computes"
+    elif len(node.args) != ARITY[node.op]:
+        yield f"gives {node.op} {len(node.args)} arguments, not {ARITY[node.op]}"
+    elif not all(0 <= argument < graph.first_node + index for argument in node.args):
+        yield f"({node.op}) reads a value that comes after it"
+    elif tuple(map(graph.is_predicate, node.args)) != _predicate_arguments(node):
+        yield f"({node.op}) takes numbers for truth values or the reverse"
+
+
+def _result_violations(graph: EpilogueGraph, result: Result) -> Iterator[str]:
+    if not 0 <= result.value < graph.num_values:
+        yield f"is value {result.value} of {graph.num_values}"
+    elif graph.is_predicate(result.value):
+        yield "is a truth value: select numbers by it"
+    if result.kind == "matrix" and result.dtype in names("sum"):
+        if result.value >= graph.accumulators:
+            yield f"is {result.dtype} and no accumulator"
+    elif result.kind == "matrix" and result.dtype not in RESULTS + QUANTIZED:
+        yield f"is {result.dtype}, not one of {', '.join(RESULTS + QUANTIZED)}"
+    if result.kind.startswith("top_k") and not 1 <= result.k <= MAX_TOP_K:
+        yield f"has k {result.k}, not 1 to {MAX_TOP_K}"
 
 
 def _plane_violations(results: tuple[Result, ...]) -> Iterator[str]:
@@ -99,21 +119,7 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
     addresses; partial reductions.
     """
     columns = epi_tile_n // 4  # of a tile of 64 rows, that a thread holds values of
-    held = {(True, True): 0, (False, True): columns, (True, False): 2, (False, False): 1}
-    along = variation(graph)
-    last_use = _last_uses(graph)
-    registers, alive, worst = 0, 0, 0
-    for value in range(graph.accumulators, graph.num_values):
-        registers += held[along[value]] if value in last_use else 0
-    for index, node in enumerate(graph.nodes):
-        value = graph.first_node + index
-        if along[value] != (True, True):
-            continue
-        alive += 1
-        worst = max(worst, alive + TEMPORARIES.get(node.op, 0))
-        ending = {a for a in node.args if last_use[a] == value and graph.operand(a) is None}
-        alive -= sum(along[a] == (True, True) and a >= graph.first_node for a in ending)
-    registers += IN_FLIGHT * worst + REGISTERS_PER_LOADED * len(graph.loaded)
+    registers = _computing_registers(graph, columns) + REGISTERS_PER_LOADED * len(graph.loaded)
     for operand in graph.operands:
         if operand.kind == "matrix":
             registers += _tile_registers(operand.dtype, epi_tile_n)
@@ -122,18 +128,36 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
         if i or (computed and result.dtype == "float32"):
             registers += _tile_registers(result.dtype, epi_tile_n)
         registers += REGISTERS_PER_MATRIX if i else 0
-    for result in graph.reductions:
-        if result.kind == "column_sum":
-            registers += columns
-        elif result.kind == "top_k_values":
-            computed = result.value >= graph.accumulators
-            registers += REGISTERS_PER_SELECTION[computed]
-            if computed and any(other.value != result.value for other in graph.matrices):
-                registers += REGISTERS_BESIDE_SELECTION
-        else:
-            registers += REDUCTION_REGISTERS.get(result.kind, 0)
+    registers += sum(_reduction_registers(graph, result, columns) for result in graph.reductions)
     statistics = sum(node.op in ROW_REDUCTIONS for node in graph.nodes)
     return registers + REGISTERS_PER_STATISTIC * statistics
+
+
+def _computing_registers(graph: EpilogueGraph, columns: int) -> int:
+    """Returns the registers of what is held along rows and columns, and of the worst node."""
+    held = {(True, True): 0, (False, True): columns, (True, False): 2, (False, False): 1}
+    along = variation(graph)
+    last_use = _last_uses(graph)
+    used = [value for value in range(graph.accumulators, graph.num_values) if value in last_use]
+    alive = worst = 0
+    for value, node in enumerate(graph.nodes, graph.first_node):
+        if along[value] != (True, True):
+            continue
+        alive += 1
+        worst = max(worst, alive + TEMPORARIES.get(node.op, 0))
+        ending = {a for a in node.args if last_use[a] == value and graph.operand(a) is None}
+        alive -= sum(along[a] == (True, True) and a >= graph.first_node for a in ending)
+    return sum(held[along[value]] for value in used) + IN_FLIGHT * worst
+
+
+def _reduction_registers(graph: EpilogueGraph, result: Result, columns: int) -> int:
+    if result.kind == "column_sum":
+        return columns
+    if result.kind != "top_k_values":
+        return REDUCTION_REGISTERS.get(result.kind, 0)
+    computed = result.value >= graph.accumulators
+    beside = computed and any(other.value != result.value for other in graph.matrices)
+    return REGISTERS_PER_SELECTION[computed] + REGISTERS_BESIDE_SELECTION * beside
 
 
 def _tile_registers(dtype: str, epi_tile_n: int) -> int:

@@ -49,6 +49,9 @@ CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma 
 # Of those that sums of a piece are promoted from: they are free where an epilogue runs. Where a
 # tile is one piece, or rows are in groups, ptxas spills.
 FREED_REGISTERS = 32
+# Of those that two warpgroups leave where groups along K promote their sums, what scales of tensors
+# take in epilogue tiles of 64 columns. More are free there, but what would take them is not timed.
+FREED_FOR_SCALES = 4
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # With three warpgroups, where half of them are sums of one k-tile; a scale of each column leaves
 # too few.
@@ -77,11 +80,18 @@ def max_accumulators(spec: GemmSpec) -> int:
     if spec.converts_b:
         left -= CONVERSION_REGISTERS
     if spec.epilogue:
-        in_pieces = spec.promoted and spec.acc_registers < 2 * spec.tile_registers
-        narrow = spec.epi_tile_n <= 32 and spec.grouped is None
-        free = FREED_REGISTERS if in_pieces and narrow else 0
-        left -= max(0, epilogue_registers(spec.epilogue, spec.epi_tile_n) - free)
+        left -= _taken_registers(spec, epilogue_registers(spec.epilogue, spec.epi_tile_n))
     return min(MAX_ACC_REGISTERS[warpgroups], left)
+
+
+def _taken_registers(spec: GemmSpec, needed: int) -> int:
+    """Returns how many registers an epilogue takes of those that accumulators could have."""
+    s, narrow = spec, spec.epi_tile_n <= 32
+    if s.promoted and s.grouped == "k" and s.math_warpgroups == 2 and not narrow:
+        return needed if needed > FREED_FOR_SCALES else 0
+    in_pieces = s.promoted and s.acc_registers < 2 * s.tile_registers
+    free = FREED_REGISTERS if in_pieces and narrow and s.grouped is None else 0
+    return max(0, needed - free)
 
 
 def violations(spec: GemmSpec) -> list[str]:

@@ -20,6 +20,7 @@ from .dtypes import (
     results_of,
 )
 from .epilogue_checks import graph_violations
+from .epilogue_graph import EpilogueGraph
 from .problem import VarlenAxis
 from .problem_type import ProblemType
 from .spec import BLOCKS, K_GROUPS
@@ -32,22 +33,8 @@ GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
 
 def type_violations(t: ProblemType) -> Iterator[str]:
     """Yields every reason why there is no kernel for a type of problems."""
-    if t.simt_width:
-        yield from _simt_type_violations(t)
-    elif t.bf16_terms:
-        yield from _terms_violations(t)
-    elif t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
-        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
-    elif not (multiply(t.a_dtype, t.b_dtype) or converts(t.a_dtype, t.b_dtype)):
-        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
-    results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
-    if t.promoted:
-        results = tuple(name for name in results if name not in names("sum"))
-    if t.d_dtype not in results + (QUANTIZED if t.epilogue else ()):
-        yield f"D is {t.d_dtype}: ask for {one_of(results)}"
-    if t.promoted and not t.a_block and t.a_dtype in OPERANDS:
-        if not DTYPES[t.a_dtype].promoted_algorithm:
-            yield f"sums of {t.a_dtype} have all digits already: promote none"
+    yield from _operand_violations(t)
+    yield from _result_violations(t)
     if t.a_block or t.b_block:
         yield from _block_violations(t)
     # What passes through registers on its way to the tensor cores may have any layout.
@@ -56,38 +43,78 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     any_major |= converts(t.a_dtype, t.b_dtype)
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major, any_major)
     yield from _conversion_violations(t)
-    broken = [*graph_violations(t.epilogue)] if t.epilogue else []
-    yield from (f"epilogue: {reason}" for reason in broken)
-    if not broken and t.epilogue and t.epilogue.matrices:
-        first = t.epilogue.matrices[0].dtype
-        if first != t.d_dtype:
-            yield f"D is {t.d_dtype}, the epilogue's first result {first}"
-        sums = {result.dtype for result in t.epilogue.matrices} & set(names("sum"))
-        for dtype in sorted(sums - {a and a.accumulator for a in (DTYPES.get(t.a_dtype),)}):
-            yield f"accumulators of {t.a_dtype} are stored as {dtype}: convert the product instead"
+    if t.epilogue:
+        yield from _epilogue_violations(t, t.epilogue)
     if t.grouped not in (None, "m", "k"):
         yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
         return
     yield from _stack_violations(t)
     if t.loose_d:
         yield from _loose_violations(t)
-    if t.gathered and t.gathered not in GATHERABLE[t.grouped]:
-        where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
-        yield f"no kernel gathers {t.gathered.upper()} by indices {where}: gather it beforehand"
-    elif t.gathered == "b" and t.epilogue and t.epilogue.accumulators > 1:
-        yield "no kernel gathers two B's: gather them beforehand"
-    elif t.gathered and t.a_dtype in OPERANDS and DTYPES[t.a_dtype].rounding_map and not any_major:
-        yield f"no kernel rounds rows of {t.a_dtype} that it gathers: gather them beforehand"
+    if t.gathered:
+        yield from _gather_violations(t, t.gathered, any_major)
     if t.grouped == "m":
-        if t.a_major != "k":
-            yield "rows of A are cut into groups, so A must be stored (M, K): copy it"
-        results = t.epilogue.results if t.epilogue else ()
-        for kind in sorted({r.kind for r in results} & {"column_sum", "max"}):
-            yield f"a {kind} of rows that are cut into groups: leave it to XLA"
+        yield from _varlen_m_violations(t)
     if t.d_major != "n":
         yield from _transposed_violations(t)
     if t.grouped == "k":
         yield from _varlen_k_violations(t)
+
+
+def _operand_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel multiplies operands of these dtypes."""
+    if t.simt_width:
+        yield from _simt_type_violations(t)
+    elif t.bf16_terms:
+        yield from _terms_violations(t)
+    elif t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
+        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
+    elif not (multiply(t.a_dtype, t.b_dtype) or converts(t.a_dtype, t.b_dtype)):
+        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
+
+
+def _result_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why sums of these operands are not promoted, or not stored in the dtype of D."""
+    results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
+    if t.promoted:
+        results = tuple(name for name in results if name not in names("sum"))
+    if t.d_dtype not in results + (QUANTIZED if t.epilogue else ()):
+        yield f"D is {t.d_dtype}: ask for {one_of(results)}"
+    if t.promoted and not t.a_block and t.a_dtype in OPERANDS:
+        if not DTYPES[t.a_dtype].promoted_algorithm:
+            yield f"sums of {t.a_dtype} have all digits already: promote none"
+
+
+def _epilogue_violations(t: ProblemType, graph: EpilogueGraph) -> Iterator[str]:
+    """Yields why no kernel has the epilogue, or stores what it results in."""
+    if broken := [f"epilogue: {reason}" for reason in graph_violations(graph)]:
+        yield from broken
+    elif graph.matrices:
+        if (first := graph.matrices[0].dtype) != t.d_dtype:
+            yield f"D is {t.d_dtype}, the epilogue's first result {first}"
+        own = {DTYPES[t.a_dtype].accumulator} if t.a_dtype in DTYPES else set()
+        for dtype in sorted({r.dtype for r in graph.matrices} & set(names("sum")) - own):
+            yield f"accumulators of {t.a_dtype} are stored as {dtype}: convert the product instead"
+
+
+def _gather_violations(t: ProblemType, operand: str, any_major: bool) -> Iterator[str]:
+    """Yields why no kernel picks rows of an operand by indices."""
+    if operand not in GATHERABLE[t.grouped]:
+        where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
+        yield f"no kernel gathers {operand.upper()} by indices {where}: gather it beforehand"
+    elif operand == "b" and t.epilogue and t.epilogue.accumulators > 1:
+        yield "no kernel gathers two B's: gather them beforehand"
+    elif t.a_dtype in OPERANDS and DTYPES[t.a_dtype].rounding_map and not any_major:
+        yield f"no kernel rounds rows of {t.a_dtype} that it gathers: gather them beforehand"
+
+
+def _varlen_m_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel multiplies groups of A's rows."""
+    if t.a_major != "k":
+        yield "rows of A are cut into groups, so A must be stored (M, K): copy it"
+    results = t.epilogue.results if t.epilogue else ()
+    for kind in sorted({r.kind for r in results} & {"column_sum", "max"}):
+        yield f"a {kind} of rows that are cut into groups: leave it to XLA"
 
 
 def _without(others: dict[str, Any], kernels: str, way_out: str = "") -> Iterator[str]:

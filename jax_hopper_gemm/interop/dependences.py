@@ -55,14 +55,9 @@ class Dependences:
             kind = "elementwise"
         if kind == "product" and number in self.alone:
             kind = "other"
-        depends = cone = statistics = 0
-        for x in inputs:
-            depends |= self.of.get(x, 0)
-        if depends and kind != "other":
-            for x in inputs:
-                statistics |= self.statistics.get(x, 0)
-            for x in self.program.met[number] if kind == "elementwise" else inputs:
-                cone |= self.cone.get(x, 0)
+        depends = joined(self.of, inputs)
+        met = self.program.met[number] if kind == "elementwise" else inputs
+        cone = joined(self.cone, met) if depends and kind != "other" else 0
         if kind == "layout" and (cone or any(self.kind(x) == "elementwise" for x in inputs)):
             moves = moves_units_alone(equation)
             kind = "elementwise" if moves else "other" if cone else "layout"
@@ -76,24 +71,33 @@ class Dependences:
         elif kind != "elementwise":
             cone = 0
         if not cone and kind in ("elementwise", "layout") and _is_matrix(equation.outvars[0]):
-            (variable,) = equation.outvars
-            read_twice = kind == "elementwise" and self.program.uses[variable] > 1
-            if read_twice and _nbytes(variable) < sum(map(_nbytes, self._sources(inputs))):
+            if kind == "elementwise" and self._is_read_twice(equation.outvars[0], inputs):
                 kind = "other"
                 self._by_xla.add(number)
             else:
-                self._without_products.add(variable)
+                self._without_products.add(equation.outvars[0])
         self.kinds.append(kind)
         if kind != "other":
             self.makers[equation.outvars[0]] = number
-        for variable in equation.outvars if depends else ():
-            self.of[variable] = depends
-            if cone:
-                self.cone[variable] = cone
-            elif kind == "reduction" and along_of(equation) == "columns":
-                self.statistics[variable] = self.cone[inputs[0]]
-            elif kind in ("elementwise", "layout") and statistics:
-                self.statistics[variable] = statistics
+        if not depends:
+            return
+        self.of |= dict.fromkeys(equation.outvars, depends)
+        if cone:
+            self.cone |= dict.fromkeys(equation.outvars, cone)
+        elif statistics := self._statistics_in(equation, kind, inputs):
+            self.statistics |= dict.fromkeys(equation.outvars, statistics)
+
+    def _statistics_in(self, equation: Any, kind: Kind, inputs: tuple[Any, ...]) -> int:
+        """Returns the products of whose rows' statistics an equation without a cone is made."""
+        if kind == "reduction" and along_of(equation) == "columns":
+            return self.cone[inputs[0]]
+        return joined(self.statistics, inputs) if kind in ("elementwise", "layout") else 0
+
+    def _is_read_twice(self, variable: Any, made_of: Iterable[Any]) -> bool:
+        """Whether a matrix is read more than once, and less to read than what it is made of."""
+        if self.program.uses[variable] <= 1:
+            return False
+        return _nbytes(variable) < sum(map(_nbytes, self._sources(made_of)))
 
     def _sources(self, made_of: Iterable[Any]) -> set[Any]:
         """Returns what matrices without products are made of in the end."""
@@ -129,10 +133,8 @@ class Dependences:
             elif number not in self._by_xla:
                 read.update(inputs)
         read |= self.program.returned
-        self.read, self.passing = (
-            self._sorted_by_equation(read),
-            self._sorted_by_equation(passing - read),
-        )
+        self.read = self._sorted_by_equation(read)
+        self.passing = self._sorted_by_equation(passing - read)
 
     def _sorted_by_equation(self, found: set[Any]) -> list[Any]:
         """Returns the variables that regions may compute, in the order of their equations."""
@@ -156,6 +158,14 @@ class Dependences:
     def inside(self, variable: Any, bits: int) -> bool:
         """Whether a variable is computed of these products, or of statistics of their rows."""
         return bool((self.cone.get(variable, 0) | self.statistics.get(variable, 0)) & bits)
+
+
+def joined(products: dict[Any, int], variables: Iterable[Any]) -> int:
+    """Returns the products of all these variables."""
+    bits = 0
+    for x in variables:
+        bits |= products.get(x, 0)
+    return bits
 
 
 def _is_matrix(variable: Any) -> bool:

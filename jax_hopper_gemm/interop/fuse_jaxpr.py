@@ -16,7 +16,9 @@ from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
 from ..lowering.decide import copied_along_k
-from ..lowering.route import Request, current_device, route
+from ..lowering.devices import current_device
+from ..lowering.request import Request
+from ..lowering.route import route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p

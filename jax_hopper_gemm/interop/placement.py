@@ -13,6 +13,7 @@ from ..fusion.residuals import variables
 from ..primitives.dot import hopper_dot_p
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
+from .dependences import joined
 from .region import Region
 
 LAUNCHED = (hopper_dot_p, hopper_ragged_dot_p, hopper_fused_p)
@@ -90,10 +91,7 @@ def _dependence(
     of: dict[Any, int] = {}  # by variable
     found: dict[int, int] = {}
     for i, equation in enumerate(equations):
-        mask = 0
-        for x in inputs[i]:
-            if x in of:
-                mask |= of[x]
+        mask = joined(of, inputs[i])
         if i in bits:
             found[i] = mask
             mask |= bits[i]

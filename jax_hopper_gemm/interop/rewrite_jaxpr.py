@@ -26,8 +26,8 @@ from ..fusion.jaxprs import spliced, traced_once
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
+from ..lowering.canonical import canonical
 from ..lowering.collector import paused_collector
-from ..lowering.route import canonical
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general

@@ -101,14 +101,10 @@ def span_map(
     """
     stride = layout.leading_stride * DTYPES[dtype].itemsize
     return TensorMap(
-        buffer,
-        dtype,
-        dims=(contiguous, SPAN_EXTENT, length + 1, SPAN_EXTENT + 1),
-        strides=(stride, stride, grid.WRAP_BYTES - stride),
-        box=(box.contiguous, box.other, 1, 1),
-        swizzle=box.swizzle,
-        offset=offset,
-    )
+        buffer, dtype, dims=(contiguous, SPAN_EXTENT, length + 1, SPAN_EXTENT + 1),
+        strides=(stride, stride, grid.WRAP_BYTES - stride), box=(box.contiguous, box.other, 1, 1),
+        swizzle=box.swizzle, offset=offset,
+    )  # fmt: skip
 
 
 def tensor_map(
@@ -124,14 +120,10 @@ def tensor_map(
     (other,) = extents.values()
     dims, strides = batch_dims(batch, dtype)
     return TensorMap(
-        buffer,
-        dtype,
-        dims=(contiguous, other, *dims),
+        buffer, dtype, dims=(contiguous, other, *dims),
         strides=(_stride_bytes(layout.leading_stride, other, DTYPES[dtype].itemsize), *strides),
-        box=(box.contiguous, box.other, *(1,) * len(dims)),
-        swizzle=box.swizzle,
-        offset=offset,
-    )
+        box=(box.contiguous, box.other, *(1,) * len(dims)), swizzle=box.swizzle, offset=offset,
+    )  # fmt: skip
 
 
 def _stride_bytes(stride: int, extent: int, itemsize: int) -> int:

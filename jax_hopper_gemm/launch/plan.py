@@ -79,34 +79,9 @@ def make_plan(
     else:
         clusters, along_m = grid.cluster_grid(problem, spec), raster_order.along == "m"
         raster = make_raster(*clusters, problem.l, along_m=along_m, swizzle=raster_order.swizzle)
-    first_workspace = grid.num_inputs(problem) + len(grid.result_shapes(problem, spec))
-    if spec.simt_width:
-        values = _strided_params(problem) | _numbers("raster", raster)
-        values["k_tiles"] = Int32(grid.num_k_tiles(problem, spec))
-        return _launch(problem, spec, num_sms, values, first_workspace)
-    values = {
-        **_operand_params(problem, spec),
-        **_result_params(problem, spec),
-        **_epilogue_params(problem, spec),
-        **_group_params(problem),
-        **_numbers("raster", raster),
-        "k_tiles": Int32(grid.num_k_tiles(problem, spec)),
-    }
-    if spec.short_boxes:
-        values["stage_bytes"] = Int32(grid.loaded_bytes(problem, spec))
-    if problem.indexed:
-        after = grid.num_scales(problem)
-        values["stack_index"] = Pointer(grid.num_inputs(problem) - 1 - after)
-        values["stack_matrices"] = Int32(problem.stack)
-    values |= _scale_params(problem, spec)
-    if spec.nested:
-        inner, middle, _ = batch_axes(problem, problem.d, problem.l)
-        values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
-    if spec.needs_extents:
-        values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
-    if spec.zero_fill_warp:
-        values["zero_d"] = Pointer(grid.num_inputs(problem))
-        values |= _numbers("zero", grid.zero_rows(problem))
+    values = _strided_params(problem) if spec.simt_width else _tma_params(problem, spec)
+    values |= _numbers("raster", raster)
+    values["k_tiles"] = Int32(grid.num_k_tiles(problem, spec))
     workspaces: dict[str, int] = {}
     if spec.dynamic:
         workspaces["tile_counter"] = 16
@@ -116,28 +91,41 @@ def make_plan(
         values |= _numbers("tape", tape)
         workspaces["partials"] = 4 * slots * spec.d_tile_m * spec.tile_n
         workspaces["flags"] = 8 * slots * spec.tile_warps
-    values |= {name: Pointer(first_workspace + i) for i, name in enumerate(workspaces)}
-    return _launch(problem, spec, num_sms, values, first_workspace, tuple(workspaces.values()))
-
-
-def _launch(
-    problem: GemmProblem,
-    spec: GemmSpec,
-    num_sms: int,
-    values: dict[str, Param],
-    first_workspace: int,
-    workspaces: tuple[int, ...] = (),
-) -> LaunchPlan:
+    first = grid.num_inputs(problem) + len(grid.result_shapes(problem, spec))
+    values |= {name: Pointer(first + i) for i, name in enumerate(workspaces)}
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
-        cluster=(spec.cluster_m, spec.cluster_n, 1),
-        threads=spec.threads,
-        smem_bytes=spec.smem_bytes,
-        params=in_kernel_order(spec, values),
-        workspaces=workspaces,
-        first_workspace=first_workspace,
-    )
+        cluster=(spec.cluster_m, spec.cluster_n, 1), threads=spec.threads,
+        smem_bytes=spec.smem_bytes, params=in_kernel_order(spec, values),
+        workspaces=tuple(workspaces.values()), first_workspace=first,
+    )  # fmt: skip
+
+
+def _tma_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
+    """Returns what a kernel whose operands arrive by TMA is told of a problem."""
+    values = {
+        **_operand_params(problem, spec),
+        **_result_params(problem, spec),
+        **_epilogue_params(problem, spec),
+        **_group_params(problem),
+        **_scale_params(problem, spec),
+    }
+    if spec.short_boxes:
+        values["stage_bytes"] = Int32(grid.loaded_bytes(problem, spec))
+    if problem.indexed:
+        after = grid.num_scales(problem)
+        values["stack_index"] = Pointer(grid.num_inputs(problem) - 1 - after)
+        values["stack_matrices"] = Int32(problem.stack)
+    if spec.nested:
+        inner, middle, _ = batch_axes(problem, problem.d, problem.l)
+        values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
+    if spec.needs_extents:
+        values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
+    if spec.zero_fill_warp:
+        values["zero_d"] = Pointer(grid.num_inputs(problem))
+        values |= _numbers("zero", grid.zero_rows(problem))
+    return values
 
 
 def _of_other_operand(param: Param) -> Param:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 from jax.extend.mlir import ir
@@ -19,13 +19,15 @@ from ..dispatch import Device
 from ..gemm.bf16_parts import PRESETS
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import GroupedAxis, Groups
+from ..gemm.problem import GemmProblem
 from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch import ffi_target
 from .decide import Decision, Form, decide, forms_of, reads_in_order
-from .devices import lowers_shard
+from .devices import current_device, lowers_shard
 from .origins import MlirValues, Origin, Source, source_of
-from .route import Request, Route, current_device, route
+from .request import Request
+from .route import Route, route
 
 # Attributes of a launch that say which bare product it holds.
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
@@ -128,7 +130,35 @@ def device_of(ctx: mlir.LoweringRuleContext) -> Device:
     return replace(device, comm_overlap=True) if lowers_shard() else device
 
 
-# Read from a program.
+# Written into a program, and read from it.
+
+
+def mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool) -> None:
+    """Says of a launch which bare product it holds, its operands in their order."""
+    subscripts, groups = request.subscripts, request.groups
+    words: dict[str, Any] = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
+    if groups:
+        words[SPANS] = ",".join(map(str, astuple(groups.rule)))
+        if groups.gathered:
+            words[GATHERED] = groups.gathered
+    if problem.promoted or problem.simt:
+        words[PROMOTED] = "float32"
+    if problem.bf16_terms:
+        words[BF16_TERMS] = problem.bf16_terms
+    if request.indexed:
+        words[INDEXED] = "a" if (request.indexed == "a") != swap_ab else "b"
+    for name, word in words.items():
+        operation.attributes[name] = mlir.ir_attribute(word)
+
+
+def mark_options(call: Call, results: Any) -> Any:
+    """Returns what a bare product gave; says of it which options derivatives need."""
+    if (limit := call.request.options.max_sms) is not None:
+        operation: Any = list(results)[0].owner
+        operation.attributes[MAX_SMS] = mlir.ir_attribute(limit)
+    if call.request.options.batch_invariant:
+        list[Any](results)[0].owner.attributes[BATCH_INVARIANT] = ir.UnitAttr.get()
+    return results
 
 
 def product_at(value: Any) -> Call | None:

@@ -15,8 +15,10 @@ from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
+from .canonical import reads_any_major
 from .origins import Origin
-from .route import Request, Route, read_for, reads_any_major, route
+from .request import Request
+from .route import Route, read_for, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
 WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
@@ -184,14 +186,11 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
     )
     if not numbers:
         return None
-    lhs, lhs_shape = request.subscripts.lhs, request.lhs_shape
-    if 0 in numbers:
-        lhs, lhs_shape = _before(origins[0].permutation, lhs, lhs_shape)
-    rhs, rhs_shape = _before(origins[1].permutation, request.subscripts.rhs, request.rhs_shape)
-    subscripts = replace(request.subscripts, lhs=lhs, rhs=rhs)
-    if request.groups and not weights_in_order(subscripts):
+    for operand in sorted({min(i, 1) for i in numbers}):
+        axes = origins[operand].permutation or ()
+        request = request.permuted(operand, sorted(range(len(axes)), key=axes.__getitem__))
+    if request.groups and not weights_in_order(request.subscripts):
         return None
-    request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(request, numbers)
 
 
@@ -239,21 +238,16 @@ def _along_k(request: Request) -> Form | None:
     if request.groups and is_varlen_k(request.subscripts):
         return None
     subscripts, contracted = request.subscripts, request.subscripts.contracted
-    shapes, letters = [request.lhs_shape, request.rhs_shape], [subscripts.lhs, subscripts.rhs]
     copied: list[tuple[int, tuple[int, ...]]] = []
-    for i, labels in enumerate(list(letters)):
+    for i, labels in enumerate((subscripts.lhs, subscripts.rhs)):
         if labels[-1:] in contracted or (request.gathered and "ab"[i] == request.gathered):
             continue
-        letters[i] = "".join(x for x in labels if x not in contracted) + contracted
-        permutation = tuple(map(labels.index, letters[i]))
-        shapes[i] = tuple(shapes[i][axis] for axis in permutation)
+        along_k = "".join(x for x in labels if x not in contracted) + contracted
+        permutation = tuple(map(labels.index, along_k))
+        request = request.permuted(i, permutation)
         operands = range(1, 1 + request.num_b) if i else (0,)
         copied += [(operand, permutation) for operand in operands]
-    if not copied:
-        return None
-    subscripts = replace(subscripts, lhs=letters[0], rhs=letters[1])
-    request = replace(request, subscripts=subscripts, lhs_shape=shapes[0], rhs_shape=shapes[1])
-    return Form(request, copied=tuple(copied))
+    return Form(request, copied=tuple(copied)) if copied else None
 
 
 def _ordered(form: Form, origins: Sequence[Origin]) -> Form | None:
@@ -300,23 +294,8 @@ def _joined(form: Form) -> Form | None:
 
 def _transposed(form: Form, operand: int, permutation: tuple[int, ...]) -> Form:
     """Returns the same product of an operand's transpose, by axes of the operand."""
-    request = form.request
-    field, shape = (("lhs", request.lhs_shape), ("rhs", request.rhs_shape))[operand]
-    letters = getattr(request.subscripts, field)
-    turned: Any = {field: "".join(letters[axis] for axis in permutation)}
-    moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in permutation)}
-    request = replace(request, subscripts=replace(request.subscripts, **turned), **moved)
+    request = form.request.permuted(operand, permutation)
     return replace(form, request=request, copied=(*form.copied, (operand, permutation)))
-
-
-def _before(
-    permutation: tuple[int, ...] | None, letters: str, shape: tuple[int, ...]
-) -> tuple[str, tuple[int, ...]]:
-    """Returns letters and shape of the array that an operand is a transpose of."""
-    if permutation is None:
-        return letters, shape
-    axes = sorted(range(len(permutation)), key=permutation.__getitem__)
-    return "".join(letters[i] for i in axes), tuple(shape[i] for i in axes)
 
 
 def _visible(form: Form, origins: Sequence[Origin], operand: int) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+import jax
 from jax.interpreters import mlir
+
+from .. import dispatch
+from ..fusion.memo import memoised
 
 
 def devices_of(ctx: mlir.LoweringRuleContext) -> int:
@@ -79,3 +83,24 @@ def padded_partitions(sharding: Any, ndim: int) -> tuple[Any, ...]:
 def with_partitions(sharding: Any, partitions: tuple[Any, ...]) -> Any:
     """Returns the sharding with another partition spec, on the same mesh."""
     return sharding.update(spec=sharding.spec.update(partitions=partitions))
+
+
+def current_device(candidates: Sequence[Any] = ()) -> dispatch.Device:
+    """Returns the kind of GPU a program is lowered for.
+
+    That is the first of `candidates` that is a CUDA device, else this process's first one,
+    else, for want of any, the H200.
+    """
+    for device in (*candidates, *_local_cuda_devices()):
+        if capability := getattr(device, "compute_capability", None):
+            major, minor = str(capability).split(".")
+            return dispatch.Device((int(major), int(minor)), int(device.core_count))
+    return dispatch.H200
+
+
+@memoised
+def _local_cuda_devices() -> Sequence[Any]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:  # no CUDA backend here
+        return ()

@@ -7,7 +7,6 @@ its result can take the product's place, with an epilogue (see `call.product_at`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import cache
 from typing import Any
 
@@ -16,40 +15,22 @@ import numpy as np
 from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced, without_lines
 from ..fusion.memo import memoised
 from ..gemm.grid import result_shapes
-from ..gemm.problem import GemmProblem
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
 from .attributes import product_attributes
-from .call import (
-    BATCH_INVARIANT,
-    BF16_TERMS,
-    GATHERED,
-    INDEXED,
-    MAX_SMS,
-    PRODUCT,
-    PROMOTED,
-    SPANS,
-    Call,
-)
+from .call import Call, mark_options, mark_product
 from .devices import devices_of, with_partitions
 from .finish import finished_results
-from .launch_operands import (
-    epilogue_operands,
-    factors,
-    integers,
-    overwriting_results,
-    overwritten,
-    scales,
-)
+from .launch_operands import inputs_of, overwriting_results, overwritten
 from .register import lower_jaxpr
-from .route import Request, Route
+from .request import Request
+from .route import Route
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
@@ -91,10 +72,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     come its results and the workspaces. Of a program's equal launches JAX copies the first one.
     """
     assert route.gemm and route.spec
-    request, inputs = call.request, factors(ctx, call, route)
-    if route.fusion:
-        inputs += epilogue_operands(ctx, call, route)
-    values, avals = zip(*inputs, *integers(call), *scales(ctx, call, route), strict=True)
+    request = call.request
+    values, avals = zip(*inputs_of(ctx, call, route), strict=True)
     outputs = None if route.fusion else tuple(ctx.avals_out)
     launch = _launch(
         request.function, request, route, avals, outputs, call.avals, overwritten(call),
@@ -106,7 +85,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     if route.fusion:
         return results
     if not (request.blocks or request.k_group or route.gemm.padded):
-        _mark_product(results[0].owner, request, route.gemm.problem, swap_ab=route.gemm.swap_ab)
+        mark_product(results[0].owner, request, route.gemm.problem, swap_ab=route.gemm.swap_ab)
     return mark_options(call, results)
 
 
@@ -170,34 +149,6 @@ def _lower_launch(
     return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(
         ctx, *values, **attributes
     )
-
-
-def _mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool) -> None:
-    """Says of a launch which bare product it holds, its operands in their order."""
-    subscripts, groups = request.subscripts, request.groups
-    words: dict[str, Any] = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
-    if groups:
-        words[SPANS] = ",".join(map(str, astuple(groups.rule)))
-        if groups.gathered:
-            words[GATHERED] = groups.gathered
-    if problem.promoted or problem.simt:
-        words[PROMOTED] = "float32"
-    if problem.bf16_terms:
-        words[BF16_TERMS] = problem.bf16_terms
-    if request.indexed:
-        words[INDEXED] = "a" if (request.indexed == "a") != swap_ab else "b"
-    for name, word in words.items():
-        operation.attributes[name] = mlir.ir_attribute(word)
-
-
-def mark_options(call: Call, results: Any) -> Any:
-    """Returns what a bare product gave; says of it which options derivatives need."""
-    if (limit := call.request.options.max_sms) is not None:
-        operation: Any = list(results)[0].owner
-        operation.attributes[MAX_SMS] = mlir.ir_attribute(limit)
-    if call.request.options.batch_invariant:
-        list[Any](results)[0].owner.attributes[BATCH_INVARIANT] = ir.UnitAttr.get()
-    return results
 
 
 def _written(request: Request, route: Route) -> list[ShapedArray]:

@@ -11,7 +11,8 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..gemm.epilogue_graph import Result
-from .route import Request, Route
+from .request import Request
+from .route import Route
 
 
 def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list[jax.Array]:

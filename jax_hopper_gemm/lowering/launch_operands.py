@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,16 +17,41 @@ from jax.interpreters import mlir
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import DTYPES, name_of
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
+from ..gemm.spec import TMA_ALIGNMENT
 from .call import CUT, Call
+from .canonical import scale_letters
 from .cutting import cut_along
 from .devices import lowers_shard
-from .route import Request, Route, scale_letters
+from .request import Request
+from .route import Route
 
 
-def factors(
-    ctx: mlir.LoweringRuleContext, call: Call, route: Route
-) -> list[tuple[Any, ShapedArray]]:
+class Array(NamedTuple):
+    """An array of the program that is being lowered."""
+
+    value: Any  # of MLIR
+    aval: ShapedArray
+
+    @classmethod
+    def of(cls, value: Any, dtype: Any) -> Array:
+        return cls(value, ShapedArray(tuple(value.type.shape), np.dtype(dtype)))
+
+    def changed(
+        self, ctx: mlir.LoweringRuleContext, function: Callable[..., Any], out: ShapedArray
+    ) -> Array:
+        """Returns what XLA makes of the array by a function."""
+        lower = mlir.lower_fun(function, multiple_results=False)
+        (value,) = lower(ctx.replace(avals_in=[self.aval], avals_out=[out]), self.value)
+        return Array(value, out)
+
+
+def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+    """Returns the arrays that a launch reads, in their order."""
+    follows = _epilogue_operands(ctx, call, route) if route.fusion else []
+    return [*_factors(ctx, call, route), *follows, *_integers(call), *_scales(ctx, call, route)]
+
+
+def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the arrays that are multiplied, in the kernel's order."""
     request, groups = call.request, call.request.groups
     shapes = [(request.lhs_shape, request.lhs_dtype)]
@@ -40,76 +65,63 @@ def factors(
     assert route.gemm
     inputs = [_stored(ctx, v, *s) for v, s in zip(call.values, shapes, strict=True)]
     inputs = [
-        _with_whole_line(ctx, *x) if min(i, 1) in route.gemm.padded else x
+        _with_whole_line(ctx, x) if min(i, 1) in route.gemm.padded else x
         for i, x in enumerate(inputs)
     ]
     if route.spec and route.spec.reads_parts:
         letters = [request.subscripts.lhs, *[request.subscripts.rhs] * request.num_b]
+        contracted, terms = request.subscripts.contracted, route.spec.bf16_terms
         inputs = [
-            _in_parts(ctx, *x, of=of, contracted=request.subscripts.contracted, spec=route.spec)
-            for x, of in zip(inputs, letters, strict=True)
+            _in_parts(ctx, x, of, contracted, terms) for x, of in zip(inputs, letters, strict=True)
         ]
     return inputs[::-1] if route.gemm.swap_ab else inputs
 
 
 def _in_parts(
-    ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray, *, of: str, contracted: str,
-    spec: GemmSpec,
-) -> tuple[Any, ShapedArray]:  # fmt: skip
+    ctx: mlir.LoweringRuleContext, array: Array, of: str, contracted: str, terms: int
+) -> Array:
     """Returns a float32 operand as the bfloat16 parts that a kernel reads; another one cuts it.
 
     Args:
       of: the letters of the operand's axes; those `contracted` are neighbours.
     """
     first = min(map(of.index, contracted))
-    cut = partial(cut_along, first=first, end=first + len(contracted), terms=spec.bf16_terms)
-    (out,) = traced(cut, aval).out_avals
-    lower = mlir.lower_fun(cut, multiple_results=False)
-    (parts,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
-    parts.owner.attributes[CUT] = ir.UnitAttr.get()
-    return parts, out
+    cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
+    (out,) = traced(cut, array.aval).out_avals
+    parts = array.changed(ctx, cut, out)
+    parts.value.owner.attributes[CUT] = ir.UnitAttr.get()
+    return parts
 
 
-def _with_whole_line(
-    ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray
-) -> tuple[Any, ShapedArray]:
+def _with_whole_line(ctx: mlir.LoweringRuleContext, array: Array) -> Array:
     """Returns an operand whose lines XLA pads with zeros to multiples of 16 bytes."""
+    aval = array.aval
     missing = -aval.shape[-1] % (TMA_ALIGNMENT // aval.dtype.itemsize)
-    out = ShapedArray((*aval.shape[:-1], aval.shape[-1] + missing), aval.dtype)
     padding = [(0, 0)] * (aval.ndim - 1) + [(0, missing)]
-    lower = mlir.lower_fun(lambda x: jnp.pad(x, padding), multiple_results=False)
-    (padded,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
-    return padded, out
+    whole = ShapedArray((*aval.shape[:-1], aval.shape[-1] + missing), aval.dtype)
+    return array.changed(ctx, lambda x: jnp.pad(x, padding), whole)
 
 
-def _stored(
-    ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], dtype: str
-) -> tuple[Any, ShapedArray]:
+def _stored(ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """Returns an operand as a kernel reads it: int4 packed in uint8, by XLA if it is not yet."""
     if (packed := DTYPES[dtype].packed) == 1:
-        return value, ShapedArray(shape, dtype)
+        return Array(value, ShapedArray(shape, dtype))
     stored = ShapedArray((*shape[:-1], shape[-1] // packed), np.dtype(np.uint8))
     if str(value.type.element_type) == DTYPES[dtype].mlir:
-        lower = mlir.lower_fun(pack, multiple_results=False)
-        given = ShapedArray(shape, np.dtype(jnp.int4))
-        (value,) = lower(ctx.replace(avals_in=[given], avals_out=[stored]), value)
-    return value, stored
+        return Array(value, ShapedArray(shape, np.dtype(jnp.int4))).changed(ctx, pack, stored)
+    return Array(value, stored)
 
 
-def epilogue_operands(
-    ctx: mlir.LoweringRuleContext, call: Call, route: Route
-) -> list[tuple[Any, ShapedArray]]:
+def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns what the epilogue reads, in the kernel's dtypes."""
     assert route.fusion
     inputs = []
     for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
-        value, aval, dtype = call.operands[index], call.avals[index], operand.dtype
-        if name_of(aval.dtype) != dtype:
-            convert = mlir.lower_fun(lambda x, to=dtype: x.astype(to), multiple_results=False)
-            converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
-            (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
-            aval = converted
-        inputs.append((value, aval))
+        array, dtype = Array(call.operands[index], call.avals[index]), operand.dtype
+        if name_of(array.aval.dtype) != dtype:
+            converted = ShapedArray(array.aval.shape, np.dtype(jnp.dtype(dtype)))
+            array = array.changed(ctx, lambda x, to=dtype: x.astype(to), converted)
+        inputs.append(array)
     return inputs
 
 
@@ -169,56 +181,44 @@ def _kept(value: ir.Value) -> bool:
     return not any(name in ir.DictAttr(attributes) for name in donated)
 
 
-def integers(call: Call) -> list[tuple[Any, ShapedArray]]:
+def _integers(call: Call) -> list[Array]:
     """Returns sizes of groups, indices of rows, the index of a matrix: those that there are."""
-    arrays = (call.sizes, call.rows, call.index)
-    return [
-        (x, ShapedArray(tuple(x.type.shape), np.dtype("int32"))) for x in arrays if x is not None
-    ]
+    return [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
 
 
-def scales(
-    ctx: mlir.LoweringRuleContext, call: Call, route: Route
-) -> list[tuple[Any, ShapedArray]]:
+def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns scales of blocks or along K, if there are any, in the kernel's order."""
     if call.request.k_group:
         return _group_scales(ctx, call, route)
     return _block_scales(ctx, call, route) if call.request.blocks else []
 
 
-def _block_scales(
-    ctx: mlir.LoweringRuleContext, call: Call, route: Route
-) -> list[tuple[Any, ShapedArray]]:
+def _block_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the block scales, in the kernel's order and as it reads them."""
     assert route.gemm
     p, inputs = route.gemm.problem, []
     values = call.scales[::-1] if route.gemm.swap_ab else call.scales
     for value, scales in zip(values, (p.a_scales, p.b_scales), strict=True):
         assert scales
-        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
-        shape = (*aval.shape[:-2], aval.shape[-1], scales.k_stride)
-        arranged = partial(_as_read, length=scales.k_stride)
-        lower = mlir.lower_fun(arranged, multiple_results=False)
-        out = ShapedArray(shape, aval.dtype)
-        (value,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
-        inputs.append((value, out))
+        array = Array.of(value, np.float32)
+        *lead, _, along_k = array.aval.shape
+        out = ShapedArray((*lead, along_k, scales.k_stride), array.aval.dtype)
+        inputs.append(array.changed(ctx, partial(_as_read, length=scales.k_stride), out))
     return inputs
 
 
-def _group_scales(
-    ctx: mlir.LoweringRuleContext, call: Call, route: Route
-) -> list[tuple[Any, ShapedArray]]:
+def _group_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the scales along K of each right operand, (L, blocks along K, N)."""
     assert route.gemm
     request, problem = call.request, route.gemm.problem
     arranged = partial(_by_groups, request=request, problem=problem)
     inputs = []
     for value in call.scales:
-        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
-        outs = traced(arranged, aval).out_avals
+        array = Array.of(value, np.float32)
+        outs = traced(arranged, array.aval).out_avals
         lower = mlir.lower_fun(arranged, multiple_results=True)
-        found = lower(ctx.replace(avals_in=[aval], avals_out=outs), value)
-        inputs += zip(found, outs, strict=True)
+        found = lower(ctx.replace(avals_in=[array.aval], avals_out=outs), value)
+        inputs += map(Array, found, outs)
     return inputs
 
 

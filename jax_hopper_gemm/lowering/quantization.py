@@ -28,6 +28,7 @@ from ..launch.pass_plans import make_quantize_plan
 from .attributes import launch_attributes
 from .call import device_of
 from .devices import devices_of
+from .launch_operands import Array
 
 QUANTIZED = "jax_hopper_gemm.quantized"  # of a launch that quantizes an array: the spec
 MAX_GRID = 65535  # CTAs along the second and third axis of a grid
@@ -93,34 +94,26 @@ def _violation(
 
 
 def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _Launch:
-    x = values[0].type
-    *lead, rows, columns = x.shape
+    *lead, rows, columns = values[0].type.shape
     source_rows = rows
     if spec.picked:
         (rows,) = values[1].type.shape
     batch, down, along = prod(lead), ceil_div(rows, TILE), ceil_div(columns, TILE)
     shapes = {
-        "values": (rows, columns),
-        "scales": (along, rows),
-        "transposed_values": (columns, rows),
-        "transposed_scales": (down, columns),
-        "tile_scales": (down, along),
-    }
+        "values": (rows, columns), "transposed_values": (columns, rows), "scales": (along, rows),
+        "transposed_scales": (down, columns), "tile_scales": (down, along),
+    }  # fmt: skip
     dtypes = {name: "float32" if "scales" in name else spec.to for name in shapes}
     results = [
         ShapedArray((*lead, *shapes[name]), np.dtype(jnp.dtype(dtypes[name])))
         for name in result_names(spec)
     ]
     plan = make_quantize_plan(spec, batch, rows, columns, source_rows)
-    avals = [ShapedArray(tuple(x.shape), np.dtype(jnp.dtype(spec.dtype)))]
-    avals += [ShapedArray(tuple(y.type.shape), np.dtype(np.int32)) for y in values[1:]]
-    emitted = list[Any](
-        jax.ffi.ffi_lowering(TARGET)(
-            ctx.replace(avals_in=avals, avals_out=results),
-            *values,
-            **launch_attributes(spec, plan, f"B={batch} R={rows} C={columns}"),
-        )
-    )
+    dtype_of = [jnp.dtype(spec.dtype), *[np.int32] * len(values[1:])]
+    avals = [Array.of(*pair).aval for pair in zip(values, dtype_of, strict=True)]
+    attributes = launch_attributes(spec, plan, f"B={batch} R={rows} C={columns}")
+    context = ctx.replace(avals_in=avals, avals_out=results)
+    emitted = list[Any](jax.ffi.ffi_lowering(TARGET)(context, *values, **attributes))
     operation: Any = emitted[0].owner
     if not spec.picked:
         operation.attributes[QUANTIZED] = ir.StringAttr.get(spec.to_json())
@@ -168,9 +161,7 @@ def _launches_of(x: Any) -> Iterator[_Launch]:
 
 def _turned(ctx: mlir.LoweringRuleContext, scale: Any) -> Any:
     """Returns scales with their last two axes exchanged."""
-    aval = ShapedArray(tuple(scale.type.shape), np.dtype(np.float32))
-    *lead, first, second = aval.shape
-    out = ShapedArray((*lead, second, first), aval.dtype)
-    swap = mlir.lower_fun(lambda y: jnp.swapaxes(y, -1, -2), multiple_results=False)
-    (value,) = swap(ctx.replace(avals_in=[aval], avals_out=[out]), scale)
-    return value
+    array = Array.of(scale, np.float32)
+    *lead, first, second = array.aval.shape
+    out = ShapedArray((*lead, second, first), array.aval.dtype)
+    return array.changed(ctx, lambda y: jnp.swapaxes(y, -1, -2), out).value

@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from ..fusion.jaxprs import ClosedJaxpr, traced_once
 from ..gemm.groups import is_varlen_k
 from ..gemm.product import Product
-from .devices import devices_of
+from .devices import devices_of, platforms_of
 
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
@@ -27,9 +27,8 @@ EXPANDED: dict[Primitive, Rule] = {}
 class Lowering:
     """How a primitive is lowered, beyond the JAX function that it stands for."""
 
-    cuda: Rule | None = None  # where the program is for CUDA alone; None: the function
-    # Where XLA may partition the program over devices; it may give None.
-    partitioned: Rule | None = None
+    cuda: Rule | None = None  # where the program is for CUDA alone; gives None: the function
+    partitioned: Rule | None = None  # where XLA may partition it over devices; as `cuda`, before it
     # Whether equal equations of a program may become calls of one function. The arguments of such a
     # function hide the operations that they come from. With `cuda` none are shared.
     shared: bool = True
@@ -53,7 +52,11 @@ def register_lowering(
     on_cuda_p = Primitive(f"{primitive.name}_on_cuda")
     on_cuda_p.multiple_results = primitive.multiple_results
     on_cuda_p.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(on_cuda_p, for_cuda, cacheable=False)
+
+    def for_cuda_or_xla(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        return for_cuda(ctx, *values, **params) or to_xla(ctx, *values, **params)
+
+    mlir.register_lowering(on_cuda_p, for_cuda_or_xla, cacheable=False)
 
     def for_each(*operands: jax.Array, **params: Any) -> Any:
         on_cuda, elsewhere = partial(on_cuda_p.bind, **params), partial(reference, **params)
@@ -70,13 +73,13 @@ def register_lowering(
             if not _cuts_rows(ctx, product):
                 return expanded(ctx, *values, **params)
             params["product"] = product = product.with_options(recipe=None)
-        platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+        platforms = platforms_of(ctx)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
         if not on_host and (rule := lowering.partitioned):
             if emitted := rule(ctx, *values, **params):
                 return emitted
         if platforms == ("cuda",) and not on_host:
-            return for_cuda(ctx, *values, **params)
+            return for_cuda_or_xla(ctx, *values, **params)
         if product and product.options.implementation == "hopper":
             raise NotImplementedError(
                 "implementation='hopper': the kernels run on CUDA, and this program is lowered for "

@@ -71,15 +71,7 @@ class Linear(nnx.Linear):
         Returns:
           (..., out_features).
         """
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return ops.matmul(
-            x, kernel, bias=bias, activation=self.activation, residual=residual,
-            save_preactivation=self.save_preactivation, precision=self.precision,
-            preferred_element_type=self.preferred_element_type, out_sharding=out_sharding,
-            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
-            implementation=self.implementation,
-        )  # fmt: skip
+        return _run(self, ops.matmul, inputs, residual=residual, out_sharding=out_sharding)
 
 
 class GatedLinear(nnx.Module):
@@ -134,15 +126,20 @@ class GatedLinear(nnx.Module):
 
     def __call__(self, inputs: Any) -> jax.Array:
         """Maps (..., in_features) to (..., out_features)."""
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return ops.gated_linear_unit(
-            x, kernel, activation=self.activation, bias=bias,
-            save_preactivation=self.save_preactivation,
-            precision=self.precision, preferred_element_type=self.preferred_element_type,
-            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
-            implementation=self.implementation,
-        )  # fmt: skip
+        return _run(self, ops.gated_linear_unit, inputs)
+
+
+def _run(layer: Linear | GatedLinear, product: Any, inputs: Any, **options: Any) -> jax.Array:
+    """Returns a product with a layer's parameters, by the layer's options and further ones."""
+    bias = None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return product(
+        x, kernel, bias=bias, activation=layer.activation,
+        save_preactivation=layer.save_preactivation, precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+        cotangent_dtype=layer.cotangent_dtype, recipe=layer.recipe,
+        implementation=layer.implementation, **options,
+    )  # fmt: skip
 
 
 class MLP(nnx.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -227,9 +228,7 @@ def _check_axes(expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any
             f"MoE: token_axes are {token_axes}, expected {expert_axis!r} among them: its devices "
             "hold different tokens"
         )
-    devices = 1
-    for axis in token_axes:
-        devices *= mesh.shape[axis]
+    devices = prod(mesh.shape[axis] for axis in token_axes)
     if x.ndim < 2 or x.shape[0] % devices:
         raise ValueError(
             f"MoE: inputs have shape {x.shape}, expected a first axis that {devices} devices on "

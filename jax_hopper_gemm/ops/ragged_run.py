@@ -335,8 +335,4 @@ def _canonical(
     )
     equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
     (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")
-    return replace(
-        options,
-        precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-    )
+    return replace(options, **{x: params[x] for x in ("precision", "preferred_element_type")})

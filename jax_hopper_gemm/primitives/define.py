@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import numpy as jnp
@@ -22,9 +22,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
 
-from ..fusion.jaxprs import traced_once
+from ..fusion.jaxprs import jvp_by, traced_once, transpose_by
 from ..lowering.register import Lowering, register_lowering
-from ..lowering.route import Request
+from ..lowering.request import Request
 from .experimental import HopperPrimitive
 from .remat import add_remat_rule
 
@@ -40,10 +40,12 @@ class Rules:
 
     # Operands in each of which it is linear: a tangent takes the operand's place. Stands for `jvp`.
     linear_in: tuple[int, ...] = ()
-    jvp: Rule | None = None  # `(primals, tangents, **params)`
+    # `(primals, tangents, **params)`; "reference": tangents of the function that it stands for,
+    # beside its own results.
+    jvp: Rule | Literal["reference"] | None = None
     # `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear primitive one by
-    # each operand, as in `ad.defbilinear`.
-    transpose: Rule | tuple[Rule, Rule] | None = None
+    # each operand, as in `ad.defbilinear`; "reference": the function's.
+    transpose: Rule | tuple[Rule, Rule] | Literal["reference"] | None = None
     batch: Rule | None = None  # `(axis_data, operands, axes, **params)`, where an operand is mapped
     # `(used, equation)`, where some results are: which operands are needed, and the parameters.
     dce: Rule | None = None
@@ -91,7 +93,7 @@ def define_primitive(
     abstract = abstract or partial(_abstract_eval, reference, multiple_results)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
-    _register_rules(primitive, rules)
+    _register_rules(primitive, reference, rules)
     register_lowering(primitive, abstract, reference, lowering or Lowering())
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
@@ -104,15 +106,19 @@ def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **param
     return list(outputs) if multiple_results else outputs[0]
 
 
-def _register_rules(primitive: Primitive, rules: Rules) -> None:
+def _register_rules(primitive: Primitive, reference: Rule, rules: Rules) -> None:
     if isinstance(rules.transpose, tuple):
         ad.defbilinear(primitive, *rules.transpose)
+    elif rules.transpose == "reference":
+        ad.primitive_transposes[primitive] = partial(transpose_by, reference)
     elif rules.transpose and primitive.multiple_results:
         ad.primitive_transposes[primitive] = rules.transpose
     elif rules.transpose:
         ad.primitive_transposes[primitive] = partial(_transposed, rules.transpose)
     if rules.linear_in:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive, rules.linear_in)
+    elif rules.jvp == "reference":
+        ad.primitive_jvps[primitive] = partial(_jvp_by_reference, primitive, reference)
     elif rules.jvp:
         ad.primitive_jvps[primitive] = rules.jvp
     if rules.batch:
@@ -131,6 +137,14 @@ def _linear_jvp(
             operands = *primals[:i], tangents[i], *primals[i + 1 :]
             total = ad.add_tangents(total, primitive.bind(*operands, **params))
     return result, total
+
+
+def _jvp_by_reference(
+    primitive: Primitive, reference: Rule, primals: Any, tangents: Any, **params: Any
+) -> tuple[Any, Any]:
+    _, moved = jvp_by(lambda *x: jax.tree.leaves(reference(*x, **params)), primals, tangents)
+    result = primitive.bind(*primals, **params)
+    return result, moved if primitive.multiple_results else moved[0]
 
 
 def _transposed(rule: Rule, cotangent: Any, *operands: Any, **params: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from ..gemm.groups import GROUP
-from ..lowering.route import Request
+from ..lowering.request import Request
 
 Function = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.core import eval_jaxpr
 
-from ..fusion.jaxprs import abstract, traced, varying_together
+from ..fusion.jaxprs import ClosedJaxpr, abstract, traced, varying_together
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import Groups, is_varlen_k
 from ..gemm.product import Product
@@ -69,11 +69,11 @@ def fused_dot(
     operands = tuple(map(jnp.asarray, operands))
     product_dtype, groups = product.options.preferred_element_type, product.groups
     product = product.with_options(preferred_element_type=accumulator_dtype(product_dtype))
-    of_rows = groups is not None and not is_varlen_k(product.subscripts)
+    of_rows = groups if groups and not is_varlen_k(product.subscripts) else None
     if groups:
         assert sizes is not None
         lhs, *right_operands, sizes = varying_together(lhs, *right_operands, sizes)
-        by_group = tuple(of_rows and x.ndim == 3 for x in operands)
+        by_group = tuple(of_rows is not None and x.ndim == 3 for x in operands)
         residual = residual_of(lhs.dtype.name)
         function = partial(_by_rows, function, by_group, groups, residual)
         pairs = zip(operands, by_group, strict=True)
@@ -92,26 +92,12 @@ def fused_dot(
             f"preferred_element_type names {len(out_dtypes)} dtypes, and the epilogue returns "
             f"{len(results)} arrays: name one for each, None for its own"
         )
-    like = accumulators[0]
-    dtypes = []
-    for result, wanted in zip(results, out_dtypes or [None] * len(results), strict=True):
-        left = result.shape == like.shape and result.dtype == like.dtype
-        dtypes.append(wanted or (product_dtype if left else result.dtype))
-    count = len(accumulators) + len(operands)
-
-    def complete(*args: Any) -> list[Any]:
-        outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
-        cast = [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
-        if groups is None or not of_rows:
-            return cast
-        products, rows = args[: len(accumulators)], args[len(accumulators)]
-        return [
-            segment_mask(x, rows, groups)
-            if x.shape == like.shape and not any(output is y for y in products)
-            else x
-            for x, output in zip(cast, outputs, strict=True)
-        ]
-
+    plain = accumulators[0].shape, accumulators[0].dtype
+    dtypes = [
+        wanted or (product_dtype if (x.shape, x.dtype) == plain else x.dtype)
+        for x, wanted in zip(results, out_dtypes or [None] * len(results), strict=True)
+    ]
+    complete = partial(_completed, closed, dtypes, len(accumulators), len(operands), of_rows)
     params = {
         "jaxpr": traced(complete, *accumulators, *operands, *closed.consts),
         "product": product,
@@ -123,6 +109,28 @@ def fused_dot(
         by_jax = product.options.by_jax
         return jax.tree.unflatten(structure, reference_fused(*args, **params, by_xla=by_jax))
     return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
+
+
+def _completed(
+    closed: ClosedJaxpr, dtypes: Sequence[Any], products: int, operands: int, rows: Groups | None,
+    *args: Any,
+) -> list[Any]:  # fmt: skip
+    """Returns a function's results in their dtypes; of rows in groups 0 in rows of no group.
+
+    Args:
+      *args: products, operands, arrays that the function closes over; so many of each.
+    """
+    count = products + operands
+    outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
+    cast = [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
+    if rows is None:
+        return cast
+    return [
+        segment_mask(x, args[products], rows)
+        if x.shape == args[0].shape and not any(output is y for y in args[:products])
+        else x
+        for x, output in zip(cast, outputs, strict=True)
+    ]
 
 
 def _by_rows(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from ..fusion.jaxprs import (
     jvp_by,
     mapped,
     pruned,
-    transpose_by,
     transposed,
     with_accumulator,
 )
@@ -64,39 +63,27 @@ class Recompute:
         return [*needed, *kept[self.num_operands :]]
 
 
-def _tangent(
-    *args: Any,
-    jaxpr: ClosedJaxpr,
-    residuals: int,
-    plane_axis: int | None,
-    recompute: Recompute | None,
-    products: int,
-) -> list[Any]:
-    """The tangents of an epilogue's results.
+class _Derivative(NamedTuple):
+    """Parameters of `epilogue_tangent`, whose operands are residuals, then tangents."""
 
-    Args:
-      *args: residuals, then tangents.
-      jaxpr: the derivative by `jaxprs.tangent`.
-      residuals: how many of `args` are.
-      plane_axis: that of gate and up in the first tangent, where it holds both.
-      recompute: how the first residuals of the derivative come from the first of `args`.
-      products: how many of the tangents, the first, are those of products.
-    """
-    kept = list(args[:residuals])
-    if recompute is not None:
-        kept = recompute.residuals(kept)
-    return jaxpr_as_fun(jaxpr)(*kept, *unstacked(args[residuals:], plane_axis))
+    jaxpr: ClosedJaxpr  # by `jaxprs.tangent`
+    residuals: int  # how many of the operands are
+    plane_axis: int | None  # that of gate and up in the first tangent, where it holds both
+    recompute: Recompute | None  # how the first of its residuals come from the first operands
+    products: int  # how many of the tangents, the first, are those of products
 
 
-def _transpose_tangent(
-    cotangents: Any,
-    *args: Any,
-    jaxpr: ClosedJaxpr,
-    residuals: int,
-    plane_axis: int | None,
-    recompute: Recompute | None,
-    products: int,
-) -> list[Any]:
+def _tangent(*args: Any, **params: Any) -> list[Any]:
+    """The tangents of an epilogue's results."""
+    d = _Derivative(**params)
+    kept = list(args[: d.residuals])
+    if d.recompute is not None:
+        kept = d.recompute.residuals(kept)
+    return jaxpr_as_fun(d.jaxpr)(*kept, *unstacked(args[d.residuals :], d.plane_axis))
+
+
+def _transpose_tangent(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+    jaxpr, residuals, plane_axis, recompute, products = _Derivative(**params)
     kept, linear = list(args[:residuals]), args[residuals:]
     inner = len(jaxpr.in_avals) - len(linear) - (plane_axis is not None)  # residuals of `jaxpr`
     moving = [type(ct) is not ad.Zero for ct in cotangents]
@@ -141,16 +128,9 @@ def _stacking(closed: ClosedJaxpr, axis: int) -> ClosedJaxpr:
 
 
 def _batch_tangent(
-    axis_data: Any,
-    args: Any,
-    axes: Any,
-    *,
-    jaxpr: ClosedJaxpr,
-    residuals: int,
-    plane_axis: int | None,
-    recompute: Recompute | None,
-    products: int,
+    axis_data: Any, args: Any, axes: Any, **params: Any
 ) -> tuple[list[Any], list[int]]:
+    jaxpr, residuals, plane_axis, recompute, products = _Derivative(**params)
     args, axes = list(args), list(axes)
     inner, inner_axes = args[:residuals], axes[:residuals]
     if recompute is not None:
@@ -226,7 +206,7 @@ def _lower_epilogue_for_cuda(
 
     for call, route in _choices(ctx, values, jaxpr, product_at, route_of):
         return emit_launch(ctx, call, route)
-    return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
+    return None
 
 
 def _lower_epilogue_partitioned(
@@ -289,7 +269,7 @@ epilogue_p = define_primitive(
     multiple_results=True,
     rules=Rules(
         jvp=partial(jvp_by, _epilogue),
-        transpose=partial(transpose_by, _epilogue),
+        transpose="reference",
         batch=_batch_epilogue,
         dce=_without_unused,
     ),

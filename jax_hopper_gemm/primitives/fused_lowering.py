@@ -18,7 +18,7 @@ from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.route import Request
+from ..lowering.request import Request
 from .fused_dot_sharded import emit_fused, route_partitioned
 from .group_sizes import sizes_of_each
 
@@ -86,16 +86,15 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
 
     With `by_xla=False` products of that are ours.
     """
-    to_xla = lower_fun_once(reference)
     apart = lower_fun_once(partial(reference, by_xla=False))
 
     def for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         call, product = _call_of(ctx, values, params), params["product"]
         if product.batch:
             call = _flattened(ctx, call, product)
-        launched = lower_call(ctx, call)
-        # XLA has no ragged product that would be worth keeping a function with.
-        return launched or (apart if product.groups else to_xla)(ctx, *values, **params)
+        if (launched := lower_call(ctx, call)) or not product.groups:
+            return launched
+        return apart(ctx, *values, **params)  # XLA's ragged product is not worth a function with it
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         """Emits a product with its function, or else the product and the function behind it."""

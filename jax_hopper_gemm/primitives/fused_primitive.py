@@ -91,30 +91,20 @@ def reference_fused(
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     jaxpr, product, num_b = params["jaxpr"], params["product"], params["num_b"]
     lhs, right_operands, operands = _split(primals, num_b)
-    still = [type(x) is ad.Zero for x in tangents]
-    dtypes = {x.dtype for x in (lhs, *right_operands)}
-    dtype = product.options.preferred_element_type
-    if len(dtypes) == 1 and is_inexact(lhs):
-        dtype = jnp.dtype(residual_of(dtypes.pop().name))
-    moving_dtype = product.options.cotangent_dtype or dtype
-    if any(moving_dtype.itemsize < x.dtype.itemsize for x in (lhs, *right_operands)):
-        moving_dtype = dtype  # a product's dtype is no narrower than its operands
-    kept_product = product.with_options(
-        preferred_element_type=moving_dtype, save_preactivation=True
-    )
-    moved, plane_axis = _product_tangents(primals, tangents, num_b, kept_product)
+    dtype, moving_dtype = _tangent_dtypes(product, (lhs, *right_operands))
+    moving = product.with_options(preferred_element_type=moving_dtype, save_preactivation=True)
+    moved, plane_axis = _product_tangents(primals, tangents, num_b, moving)
     count = len(jaxpr.in_avals) - len(operands)
+    of_operands = {i: x for i, x in enumerate(tangents[1 + num_b :]) if type(x) is not ad.Zero}
     wrt = list(range(count)) if plane_axis is not None else list(moved)
-    wrt += [count + i for i, x in enumerate(still[1 + num_b :]) if not x]
-    linear = [*moved.values(), *(x for x in tangents[1 + num_b :] if type(x) is not ad.Zero)]
+    wrt += [count + i for i in of_operands]
 
     recomputed = not product.options.save_preactivation
     derivative = tangent(jaxpr, wrt, count, dtype, recomputed, moving_dtype)
-    needed = derivative.operands
-    needed_operands = [x for x, need in zip(operands, needed, strict=True) if need]
+    needed = [x for x, need in zip(operands, derivative.operands, strict=True) if need]
     recompute = None
     if not derivative.accumulators:
-        outputs, residuals = hopper_fused_p.bind(*primals, **params), needed_operands
+        outputs, residuals = hopper_fused_p.bind(*primals, **params), needed
     elif recomputed:
         again = product.with_options(
             preferred_element_type=derivative.residuals.out_avals[0].dtype, save_preactivation=True
@@ -122,21 +112,32 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         used = tuple(i in derivative.accumulators for i in range(count))
         recompute = Recompute(again, num_b, used)
         outputs = hopper_fused_p.bind(*primals, **params)
-        residuals = [*primals[: recompute.num_operands], *needed_operands]
+        residuals = [*primals[: recompute.num_operands], *needed]
     else:
         outputs, kept = _with_residuals(primals, derivative, params)
-        residuals = [*kept, *needed_operands]
+        residuals = [*kept, *needed]
     found: list[Any] = []
     if any(derivative.moving):
         found = epilogue_tangent_p.bind(
-            *residuals, *linear, jaxpr=derivative.jaxpr, residuals=len(residuals),
-            plane_axis=plane_axis, recompute=recompute, products=len(moved),
+            *residuals, *moved.values(), *of_operands.values(), jaxpr=derivative.jaxpr,
+            residuals=len(residuals), plane_axis=plane_axis, recompute=recompute,
+            products=len(moved),
         )  # fmt: skip
     tangents_out = iter(found)
     return outputs, [
         next(tangents_out) if moves else ad.Zero(jax.typeof(x).to_tangent_aval())
         for x, moves in zip(outputs, derivative.moving, strict=True)
     ]
+
+
+def _tangent_dtypes(product: Product, factors: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the dtypes of residuals that are rounded, and of tangents of accumulators."""
+    dtypes, dtype = {x.dtype for x in factors}, product.options.preferred_element_type
+    if len(dtypes) == 1 and is_inexact(factors[0]):
+        dtype = jnp.dtype(residual_of(dtypes.pop().name))
+    moving = product.options.cotangent_dtype or dtype
+    # A product's dtype is no narrower than its operands.
+    return dtype, dtype if any(moving.itemsize < x.dtype.itemsize for x in factors) else moving
 
 
 def _product_tangents(
@@ -278,12 +279,7 @@ hopper_fused_p = define_primitive(
     NAME,
     reference_fused,
     multiple_results=True,
-    rules=Rules(
-        jvp=_jvp,
-        transpose=partial(transpose_by, reference_fused),
-        batch=_batch,
-        dce=_without_unused,
-    ),
+    rules=Rules(jvp=_jvp, transpose="reference", batch=_batch, dce=_without_unused),
     lowering=fused_lowering(reference_fused),
     request_of=request_of,
     apart=_apart,

@@ -8,12 +8,10 @@ from typing import Any, TypeGuard
 
 import jax
 from jax import numpy as jnp
-from jax.interpreters import mlir
 
-from ..fusion.jaxprs import jvp_by
 from ..gemm.quantization import TARGETS, TILE
 from ..lowering.quantization import lower_quantize
-from ..lowering.register import Lowering, lower_fun_once
+from ..lowering.register import Lowering
 from .define import Rules, define_primitive, mapped_first
 
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of a scale: what is not subnormal
@@ -164,11 +162,6 @@ def _reference(x: Any, *rows: Any, to: str, block: int, transposed: bool) -> lis
     return [jnp.swapaxes(y, -1, -2) if transposed else y for y in pair]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    _, tangents = jvp_by(partial(_reference, **params), primals, tangents)
-    return hopper_quantize_p.bind(*primals, **params), tangents
-
-
 def _batch(axis_data: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, list[int]]:
     if len(operands) > 1:
         return jax.vmap(partial(_reference, **params), axes)(*operands), [0, 0]
@@ -176,17 +169,10 @@ def _batch(axis_data: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any
     return hopper_quantize_p.bind(x, **params), [0, 0]
 
 
-_lower_to_xla = lower_fun_once(_reference)
-
-
-def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    return lower_quantize(ctx, *values, **params) or _lower_to_xla(ctx, *values, **params)
-
-
 hopper_quantize_p = define_primitive(
     "hopper_quantize",
     _reference,
     multiple_results=True,
-    rules=Rules(jvp=_jvp, batch=_batch),
-    lowering=Lowering(_lower_for_cuda),
+    rules=Rules(jvp="reference", batch=_batch),
+    lowering=Lowering(lower_quantize),
 )

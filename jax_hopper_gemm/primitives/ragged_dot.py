@@ -37,8 +37,8 @@ from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
-from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.route import Request
+from ..lowering.register import Lowering
+from ..lowering.request import Request
 from .define import Rules, define_primitive, mapped_first
 from .dot import as_cotangent, entering
 from .group_sizes import sizes_of_each
@@ -209,8 +209,6 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 
 # Lowering.
 
-_lower_to_xla = lower_fun_once(reference_ragged_dot)
-
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
     (lhs, rhs, sizes), (out,) = avals, out_avals
@@ -225,11 +223,10 @@ def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Prod
 def _lower_for_cuda(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
 ) -> Any:
-    launched = None
-    if product.options.implementation != "xla":
-        request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
-        launched = lower_call(ctx, Call(request, (lhs, rhs), sizes=sizes))
-    return launched or _lower_to_xla(ctx, lhs, rhs, sizes, product=product)
+    if product.options.implementation == "xla":
+        return None
+    request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
+    return lower_call(ctx, Call(request, (lhs, rhs), sizes=sizes))
 
 
 def _lower_partitioned(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,15 +22,15 @@ from jax import numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
-from ..fusion.jaxprs import ClosedJaxpr, jvp_by
+from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.groups import GroupedAxis
 from ..gemm.product import Options, Product
 from ..gemm.spec import PROMOTION_K
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
-from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.route import Request
+from ..lowering.register import Lowering
+from ..lowering.request import Request
 from .define import Rules, define_primitive, mapped_first
 from .dot import reference_dot
 from .ragged_reference import reference_ragged_dot
@@ -112,11 +111,6 @@ def _reference(
     return jaxpr_as_fun(jaxpr)(out, *operands) if jaxpr else [out]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    _, tangents = jvp_by(partial(_reference, **params), primals, tangents)
-    return hopper_scaled_dot_p.bind(*primals, **params), tangents
-
-
 def _batch(
     axis_data: Any, operands: Any, axes: Any, *, product: Product, **params: Any
 ) -> tuple[list[Any], list[int]]:
@@ -154,27 +148,24 @@ def _request_of(
     return replace(request, groups=axis, sizes_operand=0 if jaxpr else None)
 
 
-_lower_to_xla = lower_fun_once(_reference)
-
-
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     product = params["product"]
     if product.options.implementation == "xla":
-        return _lower_to_xla(ctx, *values, **params)
+        return None
     request = _request_of(ctx.avals_in, ctx.avals_out, **params)
     follows = slice(4, None) if params["jaxpr"] else slice(0)
     call = Call(
         request, tuple(values[:2]), tuple(values[follows]), tuple(ctx.avals_in[follows]),
         params["in_place"], sizes=values[4] if product.groups else None, scales=tuple(values[2:4]),
     )  # fmt: skip
-    return lower_call(ctx, call) or _lower_to_xla(ctx, *values, **params)
+    return lower_call(ctx, call)
 
 
 hopper_scaled_dot_p = define_primitive(
     "hopper_scaled_dot",
     _reference,
     multiple_results=True,
-    rules=Rules(jvp=_jvp, batch=_batch),
+    rules=Rules(jvp="reference", batch=_batch),
     lowering=Lowering(_lower_for_cuda),
     request_of=_request_of,
 )

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from .. import ops
 from ..interop.rewrite_jaxpr import RAGGED, Rewriting, rewritten, traced_call
-from ..lowering.route import current_device
+from ..lowering.devices import current_device
 from ..ops import checks
 from ..ops.dense import Implementation
 from ..ops.recipes import Recipe, as_recipe

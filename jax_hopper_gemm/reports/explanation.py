@@ -11,7 +11,7 @@ from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from ..launch.ffi_target import launcher_violation
 from ..lowering.decide import decide
-from ..lowering.route import current_device
+from ..lowering.devices import current_device
 from ..ops.dense import Implementation
 from .find_product import TracedProduct
 

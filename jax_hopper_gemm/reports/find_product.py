@@ -15,7 +15,7 @@ from ..gemm.dtypes import converts
 from ..lowering.decide import reads_in_order
 from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
-from ..lowering.route import Request
+from ..lowering.request import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.rows import pick_rows_p, sum_rows_p
 from ..primitives.widen import hopper_widen_p
@@ -176,9 +176,8 @@ class JaxprValues:
             return Step("widen", source, widened=widened)
         if primitive is lax.convert_element_type_p:
             narrow, wide = (x.aval.dtype.name for x in (equation.invars[0], equation.outvars[0]))
-            return (
-                Step("widen", source, widened=Widened(narrow)) if converts(wide, narrow) else None
-            )
+            widened = Widened(narrow)
+            return Step("widen", source, widened=widened) if converts(wide, narrow) else None
         if primitive is lax.transpose_p:
             return Step("transpose", source, tuple(params["permutation"]))
         if primitive in (lax.reshape_p, lax.squeeze_p):

@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from ..gemm.product import Options
 from ..interop.fuse_jaxpr import refusals, saved_us
 from ..interop.rewrite_jaxpr import ENTERED, RAGGED, ROWS_APART, Rewriting, reason_left
-from ..lowering.route import array_text
+from ..lowering.request import array_text
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of

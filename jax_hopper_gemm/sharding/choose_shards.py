@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -88,104 +88,99 @@ def choose_shard(
         are summed.
       given: how these arrays are sharded outside.
     """
-    outside = letters.axes_by_letter(given)
-    choices = {
-        letter: _choices(mesh, extent, (known.get(letter) for known in outside))
-        if letter not in letters.whole
-        else [()]
-        for letter, extent in extents.items()
-    }
-    wanted: dict[str, Axes] = dict.fromkeys(letters.out, ())
-    for known in reversed(outside[-len(letters.results) :]):  # the first result has the last word
-        wanted |= {letter: axes for letter, axes in known.items() if letter in wanted}
-    best: tuple[tuple[int, float], Shard] | None = None
-    for combination in itertools.product(*choices.values()):
-        axes = dict(zip(choices, combination, strict=True))
-        used = list(itertools.chain.from_iterable(combination))
-        if len(set(used)) < len(used):
-            continue
-        shard = _with_reduction(mesh, letters, axes, extents, wanted)
-        cost = _cost(mesh, letters, extents, itemsizes, outside, shard)
-        if best is None or cost < best[0]:
-            best = cost, shard
-    assert best  # the choice of no axes at all is always there
-    return best[1]
+    whole = _Whole(mesh, letters, extents, itemsizes, letters.axes_by_letter(given))
+    return min(whole.shards(), key=whole.cost)
 
 
-def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes]:
-    """Returns the axes of each of `given` and the whole, each cut to what divides the extent."""
-    found: dict[Axes, None] = {}
-    for axes in given:
-        for length in range(len(axes or ()), 0, -1):
-            if axes and extent % mesh.count(axes[:length]) == 0:
-                found[axes[:length]] = None
-    return [*found, ()]
+@dataclass(frozen=True)
+class _Whole:
+    """A product whose shards are weighed; see `choose_shard`."""
 
+    mesh: Mesh
+    letters: Factors
+    extents: dict[str, int]
+    itemsizes: Sequence[int]
+    outside: list[dict[str, Axes]]  # the axes of the letters of each array outside
 
-def _with_reduction(
-    mesh: Mesh,
-    letters: Factors,
-    axes: dict[str, Axes],
-    extents: dict[str, int],
-    wanted: dict[str, Axes],
-) -> Shard:
-    rest = [axis for letter in letters.contracted for axis in axes[letter]]
-    scattered: dict[str, Axes] = {}
-    for letter in letters.out:
-        own, asked = axes[letter], wanted[letter]
-        further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
-        if asked[: len(own)] == own and further and not extents[letter] % mesh.count(own + further):
-            scattered[letter] = further
-            rest = [axis for axis in rest if axis not in further]
-    return Shard(axes, scattered, tuple(sorted(rest)))
+    def shards(self) -> Iterator[Shard]:
+        """Yields the shards that keep shardings of some arrays; one keeps none."""
+        letters = self.letters
+        choices = {x: [()] if x in letters.whole else self.choices(x) for x in self.extents}
+        wanted: dict[str, Axes] = dict.fromkeys(letters.out, ())
+        for known in reversed(self.outside[-len(letters.results) :]):  # the first has the last word
+            wanted |= {letter: axes for letter, axes in known.items() if letter in wanted}
+        for combination in itertools.product(*choices.values()):
+            used = list(itertools.chain.from_iterable(combination))
+            if len(set(used)) == len(used):
+                yield self.reduced(dict(zip(choices, combination, strict=True)), wanted)
 
+    def choices(self, letter: str) -> list[Axes]:
+        """Returns a letter's axes in each array and none, each cut to what divides the extent."""
+        found: dict[Axes, None] = {}
+        for axes in (known.get(letter, ()) for known in self.outside):
+            for length in range(len(axes), 0, -1):
+                if self.extents[letter] % self.mesh.count(axes[:length]) == 0:
+                    found[axes[:length]] = None
+        return [*found, ()]
 
-def _cost(
-    mesh: Mesh,
-    letters: Factors,
-    extents: dict[str, int],
-    itemsizes: Sequence[int],
-    outside: list[dict[str, Axes]],
-    shard: Shard,
-) -> tuple[int, float]:
-    """Returns how many letters lose a sharding that the factors agree on, and seconds.
+    def reduced(self, axes: dict[str, Axes], wanted: dict[str, Axes]) -> Shard:
+        """Returns the shard whose sum over devices lies as `wanted` as far as it can."""
+        rest = [axis for letter in self.letters.contracted for axis in axes[letter]]
+        scattered: dict[str, Axes] = {}
+        for letter in self.letters.out:
+            own, asked = axes[letter], wanted[letter]
+            further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
+            divides = not self.extents[letter] % self.mesh.count(own + further)
+            if asked[: len(own)] == own and further and divides:
+                scattered[letter] = further
+                rest = [axis for axis in rest if axis not in further]
+        return Shard(axes, scattered, tuple(sorted(rest)))
 
-    A factor is not gathered to save a reduction: that would take memory that the user may not
-    have. Where two letters want the same axis, one must give way: time decides.
-    """
-    factors = outside[: len(letters.factors)]
-    wanted = {(letter, axes) for names in factors for letter, axes in names.items()}
-    claims = [axis for _, axes in wanted for axis in axes]
-    lost = sum(
-        _common(shard.axes[letter], axes) != axes
-        for letter, axes in wanted
-        if letter not in letters.whole
-        and all(claims.count(axis) == 1 for axis in axes)
-        and all(names.get(letter, axes) == axes for names in factors)
-    )
-    inside = letters.axes_by_letter(shard.arrays(letters))
-    operands = len(letters.arrays) - len(letters.results)
-    moved = 0.0
-    for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
-        if i >= operands:
-            before, after = after, before
-        kept = {letter: _common(before[letter], after[letter]) for letter in before}
-        if kept != before:
-            moved += itemsizes[i] * _elements(mesh, extents, kept)
-    product = {letter: shard.axes[letter] for letter in letters.out}
-    partial_sum = itemsizes[-1] * _elements(mesh, extents, product)
-    if shard.scattered:
-        moved += partial_sum
-        partial_sum /= mesh.count(itertools.chain(*shard.scattered.values()))
-    if shard.summed:
-        moved += 2 * partial_sum
-    work = {x: n for x, n in extents.items() if x not in letters.whole + letters.picked}
-    flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*shard.axes.values()))
-    return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
+    def cost(self, shard: Shard) -> tuple[int, float]:
+        """Returns how many letters lose a sharding that the factors agree on, and seconds.
 
+        A factor is not gathered to save a reduction: that would take memory that the user may not
+        have. Where two letters want the same axis, one must give way: time decides.
+        """
+        letters, mesh = self.letters, self.mesh
+        factors = self.outside[: len(letters.factors)]
+        wanted = {(letter, axes) for names in factors for letter, axes in names.items()}
+        claims = [axis for _, axes in wanted for axis in axes]
+        lost = sum(
+            _common(shard.axes[letter], axes) != axes
+            for letter, axes in wanted
+            if letter not in letters.whole
+            and all(claims.count(axis) == 1 for axis in axes)
+            and all(names.get(letter, axes) == axes for names in factors)
+        )
+        product = {letter: shard.axes[letter] for letter in letters.out}
+        moved, partial_sum = self.moved(shard), self.itemsizes[-1] * self.elements(product)
+        if shard.scattered:
+            moved += partial_sum
+            partial_sum /= mesh.count(itertools.chain(*shard.scattered.values()))
+        if shard.summed:
+            moved += 2 * partial_sum
+        work = {x: n for x, n in self.extents.items() if x not in letters.whole + letters.picked}
+        flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*shard.axes.values()))
+        return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
 
-def _elements(mesh: Mesh, extents: dict[str, int], axes: dict[str, Axes]) -> float:
-    return prod(extents[letter] for letter in axes) / mesh.count(itertools.chain(*axes.values()))
+    def moved(self, shard: Shard) -> float:
+        """Returns the bytes that a device gathers of operands, and others of its results."""
+        inside = self.letters.axes_by_letter(shard.arrays(self.letters))
+        operands = len(self.letters.arrays) - len(self.letters.results)
+        nbytes = 0.0
+        for i, (before, after) in enumerate(zip(self.outside, inside, strict=True)):
+            if i >= operands:
+                before, after = after, before
+            kept = {letter: _common(before[letter], after[letter]) for letter in before}
+            if kept != before:
+                nbytes += self.itemsizes[i] * self.elements(kept)
+        return nbytes
+
+    def elements(self, axes: dict[str, Axes]) -> float:
+        """Returns how many elements a device has of an array whose letters have these axes."""
+        count = self.mesh.count(itertools.chain(*axes.values()))
+        return prod(self.extents[letter] for letter in axes) / count
 
 
 def _common(left: Axes, right: Axes) -> Axes:

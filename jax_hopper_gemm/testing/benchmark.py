@@ -25,7 +25,7 @@ from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
 from ..lowering.attributes import product_attributes
 from ..lowering.cutting import cut_along
-from ..lowering.route import current_device
+from ..lowering.devices import current_device
 from . import shapes, timing
 from .results import Row
 

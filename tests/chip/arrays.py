@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,163 +12,23 @@ from support.grouped import random_indices
 from support.grouped_results import spans
 from support.places import Place
 
+from chip.arena import Batch, Placed
 from chip.problems import ITEMSIZE, Trial
+from chip.structs import ARRAY, DTYPES, KINDS, NODE, OPS, ROLES
 from jax_hopper_gemm.gemm.bf16_parts import num_parts
 from jax_hopper_gemm.gemm.dtypes import DTYPES as ROWS
 from jax_hopper_gemm.gemm.spec import EPI_TILE_M, PROMOTION_K
-from jax_hopper_gemm.launch.plan import LaunchPlan, make_plan
-
-# The numbers of `checker.cu` and `values.cuh`.
-ROLES = ("factor", "operand", "table", "scale", "workspace", "sums", "result")
-DTYPES = (
-    "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32", "bool", "int32",
-    "int4",
-)  # fmt: skip
-KINDS = (
-    "matrix", "row_sum", "row_max", "column_sum", "max", "top_k_values", "top_k_indices", "written"
-)  # fmt: skip
-OPS = (
-    "constant", "neg", "abs", "sign", "square", "floor", "ceil", "round", "convert", "add", "sub",
-    "mul", "max", "min", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not",
-    "is_finite", "select",
-)  # fmt: skip
-FILL, REFERENCE, CHECK = range(3)
-PHASES: dict[str, tuple[int, ...]] = {role: (FILL, CHECK) for role in ROLES}
-PHASES |= {"sums": (REFERENCE,), "result": (CHECK,)}
-
-NODE = np.dtype([("op", "i4"), ("args", "i4", 3), ("dtype", "i4"), ("value", "f4")], align=True)
-ARRAY = np.dtype(
-    [
-        ("address", "i8"), ("extent", "i8", 5), ("stride", "i8", 5), ("table", "i8"),
-        ("alive", "i8", 3), ("shift_rows", "i4", 3), ("shift_columns", "i4", 3),
-        ("problem", "i4"), ("role", "i4"), ("dtype", "i4"), ("which", "i4"),
-        ("kind", "i4"), ("block_m", "i4"), ("block_n", "i4"), ("packed", "i4"),
-        ("parts", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
-PROBLEM = np.dtype(
-    [
-        ("nodes", "i8"), ("sums", "i8"), ("row_matrix", "i8"), ("spans", "i8"), ("indices", "i8"),
-        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outer_middle", "i4"),
-        ("inner", "i4"), ("lines", "i4", 2), ("a", "i4"), ("b", "i4"), ("first_operand", "i4"),
-        ("accumulators", "i4"), ("operands", "i4"), ("num_nodes", "i4"), ("instances", "i4"),
-        ("direct", "i4"), ("source_rows", "i4"), ("gathered", "i4"), ("grouped", "i4"),
-        ("index_of_a", "i4"), ("index_of_b", "i4"), ("widths", "i4", 2), ("seed", "u4"),
-        ("scale_k", "i4"), ("scales", "i4", 2), ("blocks", "i4", 2),
-    ],
-    align=True,
-)  # fmt: skip
-CHUNK = np.dtype([("begin", "i8"), ("end", "i8"), ("array", "i4"), ("unused", "i4")], align=True)
-STRUCTS = (NODE, ARRAY, PROBLEM, CHUNK)
+from jax_hopper_gemm.launch.plan import make_plan
 
 GUARD = 4096  # bytes between arrays, at least
 _LINES = (113, 127)  # distinct rows of A, columns of B
 _SHIFTS = (41, 43, 37)  # by a step along each axis of the batch
-_CHUNK = {FILL: 8192, REFERENCE: 256, CHECK: 4096}  # elements of a thread block
 
 
-class Full(Exception):
-    """The arena or the scratch memory has no room for another product."""
-
-
-class Room:
-    """Memory handed out from its start."""
-
-    def __init__(self, address: int, nbytes: int):
-        self.start = self.next = address
-        self.end = address + nbytes
-
-    def take(self, nbytes: int, aligned: int = 256, guard: int = 0) -> int:
-        """Returns the address of so many bytes; Full: there are not as many."""
-        address = -(-(self.next + guard) // aligned) * aligned
-        if address + nbytes + guard > self.end:
-            raise Full
-        self.next = address + nbytes + guard
-        return address
-
-
-@dataclass
-class Placed:
-    """A product in memory.
-
-    Attributes:
-      plan: its launch.
-      addresses, nbytes: of each buffer of the call, workspaces too; operands first.
-      operands: how many of them.
-      start, end: of all of them in the arena.
-    """
-
-    trial: Trial
-    plan: LaunchPlan
-    addresses: list[int]
-    nbytes: list[int]
-    operands: int
-    start: int = 0
-    end: int = 0
-
-
-class Batch:
-    """Products that are filled, run and checked together.
-
-    Args:
-      arena: memory of the products' arrays.
-      scratch: memory of what the checker computes besides.
-      tables: memory of what it is told.
-    """
-
-    def __init__(self, arena: Room, scratch: Room, tables: Room):
-        self.arena, self.scratch, self.tables = arena, scratch, tables
-        self.products: list[Placed] = []
-        self.arrays: list[tuple] = []
-        self.problems: list[tuple] = []
-        self._staged: list[tuple[int, np.ndarray]] = []
-
-    def add(self, trial: Trial) -> None:
-        """Places a product behind the others; Full: nothing has changed."""
-        rooms, lists = (self.arena, self.scratch, self.tables), (self.arrays, self._staged)
-        nexts, lengths = [room.next for room in rooms], [len(items) for items in lists]
-        try:
-            _Placing(self, trial).run()
-        except Full:
-            for room, before in zip(rooms, nexts, strict=True):
-                room.next = before
-            for items, length in zip(lists, lengths, strict=True):
-                del items[length:]
-            raise
-
-    def stage(self, table: np.ndarray) -> int:
-        """Returns the address that a table will have."""
-        table = np.ascontiguousarray(table)
-        address = self.tables.take(table.nbytes, 16)
-        self._staged.append((address, table))
-        return address
-
-    def staged(self) -> np.ndarray:
-        """Returns the bytes of all tables, from the start of their memory."""
-        start = self.tables.start
-        found = np.zeros(self.tables.next - start, np.uint8)
-        for address, table in self._staged:
-            found[address - start : address - start + table.nbytes] = table.reshape(-1).view("u1")
-        return found
-
-    def chunks(self) -> list[np.ndarray]:
-        """Returns what the thread blocks of each phase work on."""
-        arrays = np.array(self.arrays, ARRAY)
-        counts = arrays["extent"].prod(axis=1)
-        chunks = []
-        for phase in (FILL, REFERENCE, CHECK):
-            roles = [i for i, role in enumerate(ROLES) if phase in PHASES[role]]
-            chosen = np.flatnonzero(np.isin(arrays["role"], roles))
-            size = _CHUNK[phase]
-            pieces = -(-counts[chosen] // size)
-            found = np.zeros(int(pieces.sum()), CHUNK)
-            found["array"] = np.repeat(chosen, pieces)
-            first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-            found["begin"] = (np.arange(len(found)) - first) * size
-            found["end"] = np.minimum(found["begin"] + size, counts[found["array"]])
-            chunks.append(found)
-        return chunks
+def place(batch: Batch, trial: Trial) -> None:
+    """Places a product behind those of a batch; Full: nothing has changed."""
+    with batch.unless_full():
+        _Placing(batch, trial).run()
 
 
 class _Placing:

@@ -23,7 +23,7 @@ static struct {
 
 typedef unsigned long long Word;
 
-// What is done to all arrays, in order; `arrays.py` has the same numbers.
+// What is done to all arrays, in order; `structs.py` has the same numbers.
 enum Phase { kFill, kReference, kCheck };
 
 struct Chunk {

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from chip import arrays
-from chip.arrays import Batch, Placed, Room
+from chip import structs
+from chip.arena import Batch, Placed, Room
 from jax_hopper_gemm.cubin import digest_of
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch import ffi_library
@@ -102,8 +102,8 @@ class Checker:
         for name, (result, arguments) in signatures.items():
             function = getattr(self._library, f"chip_{name}")
             function.restype, function.argtypes = result, arguments
-        found = [self._library.chip_sizes(i) for i in range(len(arrays.STRUCTS))]
-        assert found == [struct.itemsize for struct in arrays.STRUCTS], (
+        found = [self._library.chip_sizes(i) for i in range(len(structs.STRUCTS))]
+        assert found == [struct.itemsize for struct in structs.STRUCTS], (
             f"structs have {found} bytes"
         )
         self.arena_bytes = arena
@@ -145,8 +145,8 @@ class Checker:
         """Does what `run` does and does not wait for it."""
         assert self._begun is None
         library, products = self._library, batch.products
-        described = batch.stage(np.array(batch.arrays, arrays.ARRAY))
-        problems = batch.stage(np.array(batch.problems, arrays.PROBLEM))
+        described = batch.stage(np.array(batch.arrays, structs.ARRAY))
+        problems = batch.stage(np.array(batch.problems, structs.PROBLEM))
         chunks = [(batch.stage(of), len(of)) for of in batch.chunks()]
         blank = np.zeros(len(products) + 1, REPORT)
         blank["first"] = NOTHING
@@ -157,16 +157,16 @@ class Checker:
         def visit(phase: int) -> None:
             library.chip_visit(phase, described, problems, *chunks[phase], reports)
 
-        visit(arrays.FILL)
+        visit(structs.FILL)
         self._lap("GPU: fill")
-        visit(arrays.REFERENCE)
+        visit(structs.REFERENCE)
         self._lap("GPU: reference")
         failures = []
         for i, product in enumerate(products):
             if reason := launch(product, self._streams[i % STREAMS]):
                 failures.append(Failure(product.trial.seed, f"not launched: {reason}"))
         self._lap("launches and their kernels")
-        visit(arrays.CHECK)
+        visit(structs.CHECK)
         self._lap("GPU: check")
         used = min(batch.arena.next + (1 << 16), self.arena + self.arena_bytes) - self.arena
         library.chip_sweep(self.arena, used // 4 * 4, reports + blank.nbytes - REPORT.itemsize)
@@ -207,10 +207,10 @@ class Checker:
         for product, (wrong, first) in zip(batch.products, reports[:-1], strict=True):
             if wrong:
                 array = dict(
-                    zip(arrays.ARRAY.names or (), batch.arrays[int(first) >> 48], strict=True)
+                    zip(structs.ARRAY.names or (), batch.arrays[int(first) >> 48], strict=True)
                 )
                 what = (
-                    f"{arrays.ROLES[array['role']]} {array['which']} of extents {array['extent']}"
+                    f"{structs.ROLES[array['role']]} {array['which']} of extents {array['extent']}"
                 )
                 place = np.unravel_index(int(first) & (2**48 - 1), array["extent"])
                 at = [int(i) for i in place]

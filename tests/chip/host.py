@@ -20,7 +20,7 @@ from support import float32, grouped_results, outcome, reference
 from support.places import result_places
 from support.trial import Inputs
 
-from chip.arrays import Placed
+from chip.arena import Placed
 from chip.device import Launcher
 from chip.problems import Trial
 from jax_hopper_gemm.gemm.dtypes import DTYPES

@@ -73,11 +73,12 @@ def identity(specs: Sequence[GemmSpec]) -> dict[str, Any]:
 
 def harness_sources() -> list[Path]:
     """Returns the files that decide what product a seed is, and what is checked."""
-    own = ("arrays.py", "checker.cu", "values.cuh", "device.py", "problems.py")
+    own = ("arena.py", "arrays.py", "checker.cu", "device.py", "problems.py", "structs.py")
     others = ("cases", "graphs", "grouped", "places", "random_grouped", "reference", "sgemm")
     tests = ROOT / "tests"
     shared = [tests / "support" / f"{name}.py" for name in others]
-    return [*(tests / "chip" / name for name in own), *shared, ROOT / "benchmarks/group_sizes.py"]
+    shared += [tests / "chip/values.cuh", ROOT / "benchmarks/group_sizes.py"]
+    return [*(tests / "chip" / name for name in own), *shared]
 
 
 def digest_of(files: Sequence[Path]) -> str:

@@ -17,7 +17,7 @@
 #define ON_DEVICE
 #endif
 
-// `arrays.py` has the same numbers.
+// `structs.py` has the same numbers.
 enum Role { kFactor, kOperand, kTable, kScale, kWorkspace, kSums, kResult };
 enum Dtype { kBf16, kF16, kE4m3, kE5m2, kInt8, kF32, kBool, kInt32, kInt4 };
 // kWritten: of numbers that may be rounded in several ways only this is checked.

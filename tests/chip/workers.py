@@ -14,7 +14,8 @@ from typing import Any
 
 from support.gpu import Gpu
 
-from chip.arrays import Batch, Full
+from chip.arena import Batch, Full
+from chip.arrays import place
 from chip.device import Checker, DeviceError, Launch, Launcher, Profile
 from chip.problems import HUGE, Draw
 from chip.record import Outcome, Portion, Record
@@ -190,7 +191,7 @@ def _fill(
     while seed < last and len(batch.products) < together:
         trial = draw(seed)
         try:
-            batch.add(trial)
+            place(batch, trial)
         except Full:
             if not batch.products:
                 raise

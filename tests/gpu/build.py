@@ -107,7 +107,7 @@ def of_8_bits() -> list[KernelSpec]:
     ]  # fmt: skip
 
 
-def weights() -> list[GemmSpec]:
+def weights() -> list[KernelSpec]:
     return [*converted_specs(), *converted_variants(), *number_specs(), *weight_specs()]
 
 

@@ -18,7 +18,7 @@ from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import PROMOTION_K, GemmSpec
-from jax_hopper_gemm.lowering.route import scale_shape
+from jax_hopper_gemm.lowering.canonical import scale_shape
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from support.casts import cast
+from support.graphs import EIGHT_BIT
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch.candidates import model_specs
@@ -125,8 +126,8 @@ def long_specs() -> list[GemmSpec]:
 
 
 def chosen_specs() -> list[GemmSpec]:
-    """Returns the kernels among which dispatch chooses for e4m3 with promoted sums: with scales of
-    blocks, as forward, dgrad and wgrad have them, and without."""
+    """Returns the kernels among which dispatch chooses for promoted sums: of e4m3 with scales of
+    blocks, as forward, dgrad and wgrad have them, and without; of wgrad with scales of tensors."""
     kinds: list[tuple[VarlenAxis | None, int, int]] = [
         (None, 0, 0), (None, 1, 128), ("m", 0, 0), ("m", 1, 128),
         ("k", 0, 0), ("k", 1, 1), ("k", 1, 128), (None, 1, 1),
@@ -138,7 +139,11 @@ def chosen_specs() -> list[GemmSpec]:
         )
         for axis, a_block, b_block in kinds
     )  # fmt: skip
-    return [spec for kind in types for spec in model_specs(kind)]
+    of_tensors = ProblemType(
+        "float8_e4m3fn", "float8_e5m2", "bfloat16", "k", "k", EIGHT_BIT["scaled"], "k",
+        promoted=True,
+    )  # fmt: skip
+    return [spec for kind in (*types, of_tensors) for spec in model_specs(kind)]
 
 
 def specs() -> list[GemmSpec]:

@@ -6,7 +6,8 @@ from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.product import Options
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.lowering.route import Request, Route, route
+from jax_hopper_gemm.lowering.request import Request
+from jax_hopper_gemm.lowering.route import Route, route
 
 # Subscripts, and the extents of A and B. Rows of D, of A, of B, of both operands, of a batch.
 LOOSE_PRODUCTS = (

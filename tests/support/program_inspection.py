@@ -43,6 +43,10 @@ def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
+def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(extents, dtype)
+
+
 def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     """Yields all equations of a function's program, those of programs in it after what has them."""
 
@@ -74,6 +78,12 @@ def lowered(function: Callable[..., Any], *args: Any) -> str:
         if len(re.findall(rf"{name}\b", text)) == 1:
             text = re.sub(rf".*{name} = stablehlo.transpose.*\n", "", text)
     return text
+
+
+def step(mlp, cotangent, *args):
+    """Returns the results of a model and its gradients."""
+    y, back = jax.vjp(mlp, *args)
+    return y, back(cotangent)
 
 
 def attributes(program: str, name: str) -> list[str]:

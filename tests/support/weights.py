@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ import numpy as np
 from support.program_inspection import normal
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of
 
 M, N, K, GROUPS = 200, 384, 640, 5
 DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "e4m3": jnp.float8_e4m3fn, "packed": jnp.int4}
@@ -145,9 +147,11 @@ def number_specs() -> list[GemmSpec]:
     ]
 
 
-def weight_specs() -> list[GemmSpec]:
-    """Returns the kernels of all programs."""
-    found = (
-        PROGRAMS[name].specs(dtype, block, jnp.dtype(half)) for name, dtype, block, half in CASES
-    )
-    return list(dict.fromkeys(spec for specs in found for spec in specs))
+def weight_specs() -> list[KernelSpec]:
+    """Returns the kernels of all programs, and those that quantize their weights."""
+    found: list[KernelSpec] = []
+    for name, dtype, block, half in CASES:
+        shape, axis = PROGRAMS[name].weights
+        weights = partial(quantized, shape, axis, dtype, BLOCKS[block], seed=1)
+        found += PROGRAMS[name].specs(dtype, block, jnp.dtype(half)) + all_specs_of(weights)
+    return list(dict.fromkeys(found))

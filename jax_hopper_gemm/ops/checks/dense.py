@@ -150,42 +150,40 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     if dimension_numbers is None:
         return None
     try:
-        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = (
-            tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers
-        )
+        checked = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
     except (TypeError, ValueError):
         raise TypeError(
             f"{op}: dimension_numbers is {dimension_numbers!r}, expected "
             "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"
         ) from None
-    problems = []
-    for name, x, axes in (
-        ("lhs", lhs, lhs_contracting + lhs_batch),
-        ("rhs", rhs, rhs_contracting + rhs_batch),
-    ):
-        if any(not 0 <= axis < np.ndim(x) for axis in axes):
-            problems.append(
-                f"{name} axes {axes} are not all between 0 and {np.ndim(x) - 1}: "
-                f"{name} is {describe(x)}"
-            )
-        elif len(set(axes)) < len(axes):
-            problems.append(f"{name} axes {axes} repeat: each is contracted or batched once")
-    for role, lhs_axes, rhs_axes in (
-        ("contracting", lhs_contracting, rhs_contracting),
-        ("batch", lhs_batch, rhs_batch),
-    ):
-        if len(lhs_axes) != len(rhs_axes):
-            problems.append(f"{role} axes {lhs_axes} and {rhs_axes} do not pair up")
+    problems = _axes_problems("lhs", lhs, lhs_contracting + lhs_batch)
+    problems += _axes_problems("rhs", rhs, rhs_contracting + rhs_batch)
+    for role, pair in zip(("contracting", "batch"), checked, strict=True):
+        text = f"{role} axes {pair[0]} and {pair[1]}"
+        if len(pair[0]) != len(pair[1]):
+            problems.append(f"{text} do not pair up")
         elif not problems:
-            lhs_extents = tuple(np.shape(lhs)[axis] for axis in lhs_axes)
-            rhs_extents = tuple(np.shape(rhs)[axis] for axis in rhs_axes)
-            if any(map(differ, lhs_extents, rhs_extents)):
+            extents = [
+                tuple(np.shape(x)[i] for i in axes)
+                for x, axes in zip((lhs, rhs), pair, strict=True)
+            ]
+            if any(map(differ, *extents)):
                 problems.append(
-                    f"{role} axes {lhs_axes} and {rhs_axes} have extents {lhs_extents} and "
-                    f"{rhs_extents}: lhs is {describe(lhs)}, rhs is {describe(rhs)}"
+                    f"{text} have extents {extents[0]} and {extents[1]}: lhs is {describe(lhs)}, "
+                    f"rhs is {describe(rhs)}"
                 )
     fail(op, [], misshapen=problems)
-    return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
+    return checked
+
+
+def _axes_problems(name: str, x: Any, axes: tuple[int, ...]) -> list[str]:
+    if any(not 0 <= axis < np.ndim(x) for axis in axes):
+        limits = f"between 0 and {np.ndim(x) - 1}"
+        return [f"{name} axes {axes} are not all {limits}: {name} is {describe(x)}"]
+    if len(set(axes)) < len(axes):
+        return [f"{name} axes {axes} repeat: each is contracted or batched once"]
+    return []
 
 
 def one_product(text: str) -> Subscripts:

@@ -24,10 +24,8 @@ def check_route(logits: Any, k: Any, score: Any, bias: Any, experts: Any) -> Non
     else:
         problems += _choosing_problems(logits.shape[1], k, score, bias)
         if experts is not None:
-            wanted = (logits.shape[0], k)
-            if np.shape(experts) != wanted or not jnp.issubdtype(
-                jnp.result_type(experts), jnp.integer
-            ):
+            wanted, dtype = (logits.shape[0], k), jnp.result_type(experts)
+            if np.shape(experts) != wanted or not jnp.issubdtype(dtype, jnp.integer):
                 problems.append(f"experts are {describe(experts)}, expected int32{[*wanted]}")
             if bias is not None:
                 problems.append("experts and selection_bias came: the bias would choose nothing")

@@ -76,17 +76,15 @@ def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
 def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
     """Checks that an operand with an axis of groups has as many groups as the weights."""
     groups = np.shape(rhs)[0]
-    fail(
-        op,
-        [
-            f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or "
-            f"({groups}, 1, 1), an entry for each group of {describe(rhs)}, or at most two axes, "
-            "which broadcast to (M, N)"
-            for i, x in enumerate(operands)
-            if np.ndim(x) > 3
-            or (np.ndim(x) == 3 and (differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
-        ],
-    )
+    problems = [
+        f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or ({groups}, 1, 1), "
+        f"an entry for each group of {describe(rhs)}, or at most two axes, which broadcast to "
+        "(M, N)"
+        for i, x in enumerate(operands)
+        if np.ndim(x) > 3
+        or (np.ndim(x) == 3 and (differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
+    ]
+    fail(op, problems)
 
 
 def group_problems(count: Any, rhs: Any, groups: GroupArguments, name: str = "rhs") -> list[str]:
@@ -157,59 +155,61 @@ def check_ragged_dot_general(
             f"{op}: {expected} is a {type(numbers).__name__}, expected a "
             "jax.lax.RaggedDotDimensionNumbers"
         )
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked_axes(
-        op, lhs, rhs, numbers.dot_dimension_numbers
-    )
+    checked = checked_axes(op, lhs, rhs, numbers.dot_dimension_numbers)
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
     ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
     group_axes = tuple(map(int, numbers.rhs_group_dimensions))
-    sizes, misshapen, problems = groups.sizes, [], []
     if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
-        misshapen.append(
-            f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
-        )
-        fail(op, [], misshapen=misshapen)
-    free = ragged[0] not in (*lhs_contracting, *lhs_batch)
-    taken = (*rhs_contracting, *rhs_batch)
-    one = len(group_axes) == 1 and group_axes[0] not in taken
-    if free and not (one and 0 <= group_axes[0] < np.ndim(rhs)):
-        misshapen.append(
-            f"rhs_group_dimensions is {group_axes}, expected one axis of rhs, {describe(rhs)}, "
-            "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"
-        )
-    elif not free and group_axes:
-        misshapen.append(
-            f"rhs_group_dimensions is {group_axes}, expected none: the ragged axis is a "
-            f"{'batch' if ragged[0] in lhs_batch else 'contracted'} one"
-        )
-    if groups.offset is not None and not free:
+        wrong = f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
+        fail(op, [], misshapen=[wrong])
+    (axis,) = ragged
+    role = "batch" if axis in lhs_batch else "contracted" if axis in lhs_contracting else "free"
+    misshapen = _group_axis_problems(group_axes, role, rhs, (*rhs_contracting, *rhs_batch))
+    problems, sizes = [], groups.sizes
+    if groups.offset is not None and role != "free":
         problems.append("group_offset came, and rhs has no axis of groups that it could be into")
     if np.ndim(sizes) == 0:
         misshapen.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
     elif not (misshapen or problems):
-        lead = _axes_of_sizes(np.ndim(lhs), ragged[0], lhs_contracting, lhs_batch)
-        outer = tuple(np.shape(lhs)[axis] for axis in lead)
-        own = np.shape(sizes)[:-1]
-        if own and (len(own) != len(outer) or any(map(differ, own, outer))):
-            shape = ", ".join([*map(str, outer), "G"])
-            ways = "(G,)" if not outer else f"(G,) or ({shape})"
-            misshapen.append(
-                f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"
-            )
-        if free:
+        lead = _axes_of_sizes(np.ndim(lhs), axis, lhs_contracting, lhs_batch)
+        misshapen += _sizes_problems(sizes, lhs, lead)
+        if role == "free":
             misshapen += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
-        if terms and ragged[0] in lhs_contracting:
+        if terms and role == "contracted":
             lhs_free = other_axes(np.ndim(lhs), lhs_contracting, lhs_batch)
             rhs_free = other_axes(np.ndim(rhs), rhs_contracting, rhs_batch)
-            shape = [np.shape(lhs)[axis] for axis in (*lhs_batch, *lhs_free)]
-            shape += [np.shape(rhs)[axis] for axis in rhs_free]
+            shape = [np.shape(lhs)[i] for i in (*lhs_batch, *lhs_free)]
+            shape += [np.shape(rhs)[i] for i in rhs_free]
             problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), terms, preferred)
-    if terms and ragged[0] not in lhs_contracting:
-        problems.append(_no_sum(terms, ragged[0] in lhs_batch))
+    if terms and role != "contracted":
+        problems.append(_no_sum(terms, role == "batch"))
     problems += implementation_problems(implementation)
     fail_ragged(op, problems, groups, misshapen=misshapen)
-    return lax.RaggedDotDimensionNumbers(
-        ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, group_axes
-    )
+    return lax.RaggedDotDimensionNumbers(checked, ragged, group_axes)
+
+
+def _group_axis_problems(
+    axes: tuple[int, ...], role: str, rhs: Any, taken: tuple[int, ...]
+) -> list[str]:
+    """Returns the problem of rhs's axes of groups beside a ragged axis of this role, if any."""
+    came = f"rhs_group_dimensions is {axes}, expected "
+    if role != "free":
+        return [f"{came}none: the ragged axis is a {role} one"] if axes else []
+    if len(axes) == 1 and axes[0] not in taken and 0 <= axes[0] < np.ndim(rhs):
+        return []
+    return [
+        f"{came}one axis of rhs, {describe(rhs)}, that is neither contracted nor a batch axis: "
+        "the ragged axis is a free one of lhs"
+    ]
+
+
+def _sizes_problems(sizes: Any, lhs: Any, lead: tuple[int, ...]) -> list[str]:
+    """Returns the problem of sizes with the axes of lhs that they may have in front, if any."""
+    outer, own = tuple(np.shape(lhs)[axis] for axis in lead), np.shape(sizes)[:-1]
+    if not own or (len(own) == len(outer) and not any(map(differ, own, outer))):
+        return []
+    ways = f"(G,) or ({', '.join([*map(str, outer), 'G'])})" if outer else "(G,)"
+    return [f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"]
 
 
 def _axes_of_sizes(

@@ -62,12 +62,9 @@ def check_activated(op: str, out: Any, y: Any) -> None:
             "several results is an epilogue"
         )
     if np.shape(out) != np.shape(y):
-        fail(
-            op,
-            [
-                f"activation returned {describe(out)} for {describe(y)}, expected the same shape: "
-                "a function that is not elementwise is an epilogue"
-            ],
+        raise ValueError(
+            f"{op}: activation returned {describe(out)} for {describe(y)}, expected the same "
+            "shape: a function that is not elementwise is an epilogue"
         )
 
 
@@ -90,11 +87,8 @@ def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:
     """Checks that a tuple of dtypes has one for each result."""
     if preferred is not None and len(preferred) != len(out):
         returned = ", ".join(map(describe, out))
-        fail(
-            op,
-            [
-                f"preferred_element_type has {counted(preferred, 'dtype')}, "
-                f"{dtypes_text(preferred)}, and there {'is' if len(out) == 1 else 'are'} "
-                f"{counted(out, 'result')}, {returned}: expected one for each"
-            ],
+        raise ValueError(
+            f"{op}: preferred_element_type has {counted(preferred, 'dtype')}, "
+            f"{dtypes_text(preferred)}, and there {'is' if len(out) == 1 else 'are'} "
+            f"{counted(out, 'result')}, {returned}: expected one for each"
         )

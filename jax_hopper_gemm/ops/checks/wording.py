@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...gemm.dtypes import short_name
-from ...lowering.route import array_text
+from ...lowering.request import array_text
 
 
 def describe(x: Any) -> str:

@@ -1,0 +1,81 @@
+"""What is asked of one product: the question that `route` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..dispatch.canonical import ShapedProduct
+from ..fusion.jaxprs import ClosedJaxpr
+from ..gemm.dtypes import short_name
+from ..gemm.groups import is_varlen_k
+from ..gemm.product import Options
+from ..gemm.spec import PROMOTION_K
+
+
+@dataclass(frozen=True)
+class Request(ShapedProduct):
+    """What is asked of one product of arrays of known extents."""
+
+    options: Options = Options()
+    num_b: int = 1  # 2 for a gate and an up operand in two arrays of one shape
+    # The epilogue, over the accumulators and its operands, or None. Of a ragged product of rows it
+    # knows groups by the segment primitives. Where `vmap` added axes, its accumulators have the
+    # rows in several, those of a contraction the groups.
+    function: ClosedJaxpr | None = None
+    # Operand of the function that is the groups' sizes, before `vmap` put them behind one another.
+    sizes_operand: int | None = None
+    indexed: Literal["a", "b"] | None = None  # operand that is one array of a stack
+    stack: int = 1  # of so many
+    # Rows of the left and of the right operand that share a scale for each 128 of K, (1 or 128);
+    # None: there are no scales.
+    blocks: tuple[int, int] | None = None
+    # Elements along K that share a scale in each column of the right operand, which a kernel
+    # converts; 0: there are no such scales.
+    k_group: int = 0
+
+    def __hash__(self) -> int:
+        """Is asked often: what mostly tells requests of a program apart is enough."""
+        return hash((self.lhs_shape, self.rhs_shape, self.out_dtype, self.function))
+
+    @property
+    def gathered(self) -> Literal["a", "b"] | None:
+        """The operand whose rows the kernel gathers, if it does."""
+        return self.groups.gathered if self.groups else None
+
+    @property
+    def accumulators(self) -> int:
+        return 2 if self.num_b == 2 or self.gate_up else 1
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether an extent is known only when an exported program runs."""
+        return not all(isinstance(x, int) for x in self.lhs_shape + self.rhs_shape)
+
+    def permuted(self, operand: int, axes: Sequence[int]) -> Request:
+        """Returns the same product of an operand, 0 or 1, whose axis i is this one's `axes[i]`."""
+        field, shape = (("lhs", self.lhs_shape), ("rhs", self.rhs_shape))[operand]
+        letters = getattr(self.subscripts, field)
+        order: Any = {field: "".join(letters[axis] for axis in axes)}
+        moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in axes)}
+        return replace(self, subscripts=replace(self.subscripts, **order), **moved)
+
+    def __str__(self) -> str:
+        lhs = array_text(self.lhs_shape, self.lhs_dtype)
+        rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.num_b)
+        text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_name(self.out_dtype)}"
+        if self.blocks:
+            rows = " and ".join(f"{rows}x{PROMOTION_K}" for rows in self.blocks)
+            text += f", scales of blocks of {rows}"
+        if self.k_group:
+            text += f", scales of {self.k_group} along K"
+        if self.groups:
+            of = "contracted in" if is_varlen_k(self.subscripts) else "in"
+            text += f", rows {of} {self.groups.matrices} groups"
+        return f"{text} with an epilogue" if self.function else text
+
+
+def array_text(shape: Sequence[int], dtype: str) -> str:
+    """Returns an array as JAX prints it: "bf16[128,4096]"."""
+    return f"{short_name(dtype)}[{','.join(map(str, shape))}]"
