@@ -17,7 +17,6 @@ from .problem_type import ProblemType
 from .spec import (
     EPI_TILE_M,
     EXCHANGE_COLUMNS,
-    EXCHANGE_PITCH,
     PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
@@ -202,8 +201,7 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
 
 def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
-    exchanged = s.tile_m * s.tile_n // EXCHANGE_COLUMNS * EXCHANGE_PITCH  # of a warpgroup
-    if exchanged > EPI_TILE_M * EXCHANGE_PITCH:
+    if s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
         yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
     if s.num_stages < IN_TURNS_STAGES:
         yield f"num_stages {s.num_stages} is under {IN_TURNS_STAGES}, warpgroups take turns at them"
@@ -247,8 +245,9 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} does not split into gate and up of multiples of 16 columns"
     if columns % (16 * s.cluster_m):
         yield f"{columns} columns do not split into {s.cluster_m} multicast slices of 16"
-    if s.epi_tile_n not in (16, 32, 64) or columns // s.warpgroups_n % s.epi_tile_n:
-        yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns"
+    stored = columns // s.warpgroups_n
+    if s.epi_tile_n not in (16, 32, 64) or stored % s.epi_tile_n:
+        yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {stored} columns"
     if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):
         yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a bool operand"
     if s.epi_tile_n < 32 and any(DTYPES[r.dtype].itemsize == 1 for r in graph.matrices):
