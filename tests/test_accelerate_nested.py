@@ -255,5 +255,7 @@ def test_the_report_names_what_is_around_a_product(name: str, within: str):
     function, number = NESTED[name]
     report = jhg.explain(function, X, W)
     assert len(report.products) == number
-    assert report.products[0].within[0] == within
-    assert f"at {within} > " in str(report)
+    first = report.products[0]
+    assert first.within[0] == within
+    assert first.place.split(" > ") == [*first.within, first.line][: None if first.line else -1]
+    assert f"at {first.place}" in str(report)

@@ -34,6 +34,11 @@ def block(x: Any, w: Any, hashes: Any) -> Any:
     return lax.scan(step, h, length=3)[0], scores
 
 
+def test_a_product_without_a_line_has_none_in_the_text():
+    assert "\n      at " not in str(jhg.explain(jnp.matmul, X, W))
+    assert "\n      at jit(matmul)\n" in str(jhg.explain(jax.jit(jhg.matmul), X, W))
+
+
 SHAPES = bf16(4096, 4096), bf16(4096, 4096), jax.ShapeDtypeStruct((4096, 8), jnp.int16)
 
 

@@ -114,6 +114,18 @@ def test_every_pair_of_dtypes_has_derivatives(name, dtype, operands):
         )
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn])
+def test_operands_of_8_bits_have_derivatives(dtype):
+    a, b = (integers(shape, jnp.float8_e5m2) for shape in ((M, K), (K, N)))
+
+    def f(a, b):
+        return jhg.matmul(a, b, preferred_element_type=jnp.float32, cotangent_dtype=dtype).sum()
+
+    da, _ = jax.grad(f, (0, 1))(a, b)
+    exact = jnp.ones((M, N)) @ b.T.astype(jnp.float32)
+    np.testing.assert_array_equal(da, exact.astype(da.dtype))
+
+
 TRANSFORMS = {
     "hessian": lambda f: jax.hessian(f, (0, 1)),
     "grad of grad": lambda f: jax.grad(

@@ -189,3 +189,12 @@ def test_explain_says_what_the_limit_is():
 def test_limits_that_are_none_are_refused(limit, error, message):
     with pytest.raises(error, match=message), jhg.max_sms(limit):
         pass
+
+
+def test_a_limit_is_known_while_tracing():
+    def limited(limit):
+        with jhg.max_sms(limit):
+            return limit
+
+    with pytest.raises(TypeError, match="limit is a .*Tracer, expected an integer"):
+        jax.jit(limited)(112)

@@ -242,3 +242,11 @@ def test_dispatch_and_combine_are_transposes():
     np.testing.assert_array_equal(
         moe.row_weights(routing), routing.weights.reshape(-1)[routing.order]
     )
+
+
+def test_rows_that_are_not_those_of_the_routing_are_named():
+    routing = moe.route(jnp.ones((4, 8)), 2)
+    with pytest.raises(ValueError, match=r"x is f32\[3,5\], expected 4 rows, one for each token"):
+        moe.dispatch_rows(jnp.ones((3, 5)), routing)
+    with pytest.raises(ValueError, match=r"rows is f32\[4,5\], expected 8 rows, one for each sort"):
+        moe.combine_rows(jnp.ones((4, 5)), routing)

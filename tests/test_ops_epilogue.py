@@ -192,6 +192,13 @@ def test_an_epilogue_may_be_any_function(f):
     assert_close(jhg.matmul(A, B, epilogue=f), f(A @ B))
 
 
+@pytest.mark.parametrize("number", [3, 2.5, True, 1j, np.float32(2)])
+def test_a_result_may_be_a_number(number):
+    y, same = jhg.matmul(A, B, epilogue=lambda y: (y, number))
+    assert same.shape == () and same == number and same.dtype == jnp.asarray(number).dtype
+    assert_close(y, A @ B)
+
+
 @pytest.mark.parametrize("a_dtype, b_dtype, preferred", [
     ("int8", "int8", None), ("int8", "int8", "int32"), ("int32", "float32", None),
     ("complex64", "complex64", None), ("complex64", "float32", None), ("float16", "bfloat16", None),

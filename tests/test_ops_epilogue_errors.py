@@ -103,6 +103,8 @@ CASES = [
     (lambda: MATMUL(A, B, epilogue=nothing), TypeError,
      "matmul: epilogue returned a NoneType, expected an array or a tuple of arrays. Has it a "
      "return statement?"),
+    (lambda: MATMUL(A, B, epilogue=lambda y: (y, jax.random.key(0))), TypeError,
+     "matmul: epilogue returned key<fry>[], expected numbers"),
     (lambda: MATMUL(A, B, epilogue=lambda y: ()), TypeError,
      "matmul: epilogue returned an empty tuple, expected an array or a tuple of arrays"),
     (lambda: MATMUL(A, B, epilogue=lambda y: (y, {"sum": y.sum()})), TypeError,

@@ -49,6 +49,9 @@ CASES = [
     (lambda: jhg.dot_general(bf16(2, 3, 4), bf16(5, 4, 3), (((2,), (1,)), ((0,), (0,)))),
      ValueError, "dot_general: batch axes (0,) and (0,) have extents (2,) and (5,): "
      "lhs is bf16[2,3,4], rhs is bf16[5,4,3]"),
+    (lambda: jhg.dot_general(A, B, (((1.5,), (0,)), NO_BATCH)), TypeError,
+     "dot_general: dimension_numbers is (((1.5,), (0,)), ((), ())), expected "
+     "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"),
     (lambda: jhg.dot_general(A, B, ((1,), (0,))), TypeError,
      "dot_general: dimension_numbers is ((1,), (0,)), expected "
      "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"),

@@ -102,6 +102,45 @@ def test_rows_of_a_symbolic_number_are_multiplied_by_xla(name, platforms, monkey
         exported(ours, platforms, symbolic)
 
 
+def layers(x, weights):
+    """A loop, products that `accelerate` would fuse, and one whose contracted axes are two."""
+    up, down = weights[:, 0], weights[:, 1]
+    h = jax.lax.scan(lambda h, _: (jax.nn.silu(h @ up) @ down + h, None), x, length=2)[0]
+    gated = jax.nn.softmax((x @ up).astype(jnp.float32)).astype(x.dtype) * (h @ down)
+    ragged = jax.nn.relu(jax.lax.ragged_dot(gated, EXPERTS, SIZES))
+    return jnp.einsum("mgk,ngk->mn", x.reshape(-1, 4, 64), x.reshape(-1, 4, 64)), ragged
+
+
+def mixture(x, weights):
+    router = weights[:, 0, :4]
+    gate_up, down = weights[None].repeat(4, 0), EXPERTS[:, :, :256]
+    return jhg.moe.mixture_of_experts(x, router, gate_up, down, experts_per_token=2)[0]
+
+
+def squares(function):
+    def of(x, weights):
+        results = jax.tree.leaves(function(x, weights))
+        return sum(jnp.mean(y.astype(jnp.float32) ** 2) for y in results)
+
+    return of
+
+
+@pytest.mark.parametrize("function", [
+    layers, jax.grad(squares(layers)), partial(jhg.accelerate, fuse=False), mixture,
+])  # fmt: skip
+def test_a_program_may_have_rows_of_a_symbolic_number(function):
+    if isinstance(function, partial):
+        ours = function(layers)
+    else:
+        ours = function if function is mixture else jhg.accelerate(function)
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 256"), jnp.bfloat16)
+    x, weights = A[:48] / 8, WEIGHTS / 32
+    found = jax.jit(exported(ours, args=(rows, weights)).call)(x, weights)
+    for result, expected in zip(*map(jax.tree.leaves, (found, ours(x, weights))), strict=True):
+        result, expected = np.float32(result), np.float32(expected)
+        assert np.linalg.norm(result - expected) <= 0.02 * np.linalg.norm(expected)
+
+
 def test_explain_tells_of_symbolic_extents():
     rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 256"), jnp.bfloat16)
     for found in (

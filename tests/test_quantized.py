@@ -120,11 +120,28 @@ def test_a_scale_multiplies_whatever_it_is(blocks, special):
         (np.ones((4, 4), np.float32), "int8", (1,), ValueError, "expected 2 entries"),
         (np.ones((4, 4), np.float32), "int8", (1, 48), ValueError,
          "expected 1, 32, 64, 128 or None"),
+        (np.ones((4, 4), np.float32), "int3", None, TypeError, "dtype is 'int3', expected"),
+        (np.ones((4, 4), np.float32), "int8", 128, TypeError, "block is 128, expected 1, 32"),
+        (np.ones((4, 4), np.float32), "int8", (1.0, 1), TypeError, r"block is \(1.0, 1\), exp"),
     ],
 )  # fmt: skip
 def test_quantize_says_what_is_wrong(x, dtype, block, error, text):
     with pytest.raises(error, match=text):
         jhg.quantize(x, dtype, block)
+
+
+def test_zero_points_are_asked_for_by_a_bool():
+    with pytest.raises(TypeError, match="symmetric is None, expected True or False"):
+        jhg.quantize(normal((4, 4)), jnp.int8, symmetric=None)  # type: ignore[arg-type]
+
+
+def test_a_scalar_is_quantized():
+    x = jhg.quantize(2.0, jnp.int8)
+    assert x.shape == () and x.values == 127 and np.isclose(x.dequantize(), 2.0)
+
+
+def test_blocks_may_be_an_array():
+    assert jhg.quantize(normal((4, 256)), block=jnp.array([1, 128])).scale.shape == (4, 2)  # type: ignore[arg-type]
 
 
 def test_a_quantized_array_is_a_pytree():
@@ -277,6 +294,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          ValueError, "expected the rank"),
         (lambda: jhg.dot_general(jhg.Quantized(Q.values, Q.scale[:5]), Q, (((1,), (1,)), ((), ()))),
          ValueError, "an axis of 64 has 64, .* 1 .* or 1"),
+        (lambda: jhg.dot_general(jhg.Quantized(Q.values, None), Q, (((1,), (1,)), ((), ()))),  # type: ignore[arg-type]
+         TypeError, "lhs.scale is a NoneType, expected an array"),
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
     ],

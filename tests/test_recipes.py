@@ -178,7 +178,7 @@ def test_derivatives_of_any_order_and_mode_are_products_of_the_recipe(recipe):
         ),
         (
             (jnp.ones((4, 4)), jnp.ones((4, 4)), recipes.CurrentScaling("int8")),  # pyright: ignore
-            ValueError, "gradients of the recipe are 'int8'",
+            ValueError, "gradients of the recipe are 'int8', expected the name 'float8_",
         ),
         (
             (jnp.ones((4, 4)), jnp.ones((4, 4)), replace(BLOCKS, gradient_columns=64)),  # pyright: ignore

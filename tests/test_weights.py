@@ -44,6 +44,7 @@ def float64(x: Any) -> np.ndarray:
 
 def assert_product(result: Any, expected: np.ndarray, magnitude: np.ndarray) -> None:
     """Weights times scales of groups are rounded to 16 bits, and so is the result."""
+    assert result.shape == expected.shape
     unit = float(jnp.finfo(result.dtype).eps) / 2
     bound = 2 * unit * np.abs(expected) + (unit + K * 2.0**-24) * magnitude
     assert (np.abs(float64(result) - expected) <= bound + 1e-6).all()
@@ -86,6 +87,19 @@ def test_programs_of_the_gpu_tests_have_their_numbers_on_xla(name, dtype, block)
     assert (np.abs(float64(result) - value) <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int2, jnp.int16])
+@pytest.mark.parametrize("scales", [(1, N), (2, N)])
+def test_no_kernel_reads_weights_of_other_dtypes(dtype, scales):
+    """Qwix makes some of these."""
+    values = jnp.arange(K * N).reshape(K, N).astype(dtype)
+    w = jhg.Quantized(values, jnp.full(scales, 0.5))
+    x = activations(M, K)
+    expected = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
+    assert_product(jhg.matmul(x, w), *expected)
+    (spec,) = specs_of(partial(jhg.matmul, implementation="hopper"), x, w)
+    assert spec.b_dtype == "bfloat16"
+
+
 # Derivatives and transformations.
 
 
@@ -111,10 +125,13 @@ def test_gradients_are_those_of_dequantized_weights(block):
         assert error <= 1e-2 * np.linalg.norm(float64(theirs))
 
 
-def test_a_vector_is_multiplied():
-    x, w = activations(K), weights()
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_vector_is_multiplied(batch):
+    x, w = activations(K), weights(shape=(*batch, K, N), axis=len(batch))
     expected, magnitude = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
-    assert_product(jhg.matmul(x, w), expected, magnitude)
+    result = jhg.matmul(x, w)
+    assert result.dtype == x.dtype
+    assert_product(result, expected, magnitude)
     column = jhg.quantize(normal((K,), seed=1), jnp.int8)
     result = jhg.matmul(activations(M, K), column)
     wide = float64(activations(M, K))
@@ -330,6 +347,10 @@ NARROW, WIDE32 = activations(M, K), activations(M, K, dtype=jnp.float32)
         (lambda: jhg.einsum("m...,...n->mn", NARROW, weights()), NotImplementedError, "ellipsis"),
         (lambda: jhg.einsum("mk,kn->m", NARROW, weights()), NotImplementedError, "one product"),
         (lambda: weights().pack_weights(), TypeError, "not int4"),
+        (
+            lambda: jhg.matmul(NARROW, replace(weights(), packed=True)), TypeError,
+            "b is packed, of values i8.*, expected u8",
+        ),
         (
             lambda: jhg.matmul(NARROW, weights(), recipe=jhg.recipes.BlockScaling()),
             TypeError, "an operand is quantized",

@@ -15,6 +15,7 @@ from ..ops.batch_invariance import refuse_batch_invariance
 from ..ops.checks import as_arrays, as_cotangent_dtype, layers
 from ..ops.dense import Implementation
 from ..ops.sm_limit import current_max_sms
+from ..primitives.define import promoted
 from .primitives import gathered_dot, scattered_dot
 
 
@@ -79,7 +80,7 @@ def all_gather_matmul(
     function = activation_function(activation)
     if not biases and function is None:
         return y
-    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    wide = y.astype(promoted(y.dtype, jnp.float32))
     if biases:
         wide = wide + biases[0].astype(wide.dtype)
     return (wide if function is None else function(wide)).astype(y.dtype)

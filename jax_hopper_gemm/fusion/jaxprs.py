@@ -228,10 +228,14 @@ def evaluated(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _widens(array: Any, new: np.dtype) -> bool:
-    """Whether a conversion to `new` loses nothing."""
-    old = np.dtype(jnp.result_type(array))
-    return jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new != old
+def _widens(array: Any, new: Any) -> bool:
+    """Whether a conversion to `new`, of a float to another one, loses nothing."""
+    old = jax.typeof(array).dtype
+    if old == new or not all(jnp.issubdtype(x, jnp.floating) for x in (old, new)):
+        return False
+    few, many = jnp.finfo(old), jnp.finfo(new)
+    fits = few.minexp >= many.minexp and few.maxexp <= many.maxexp
+    return bool(fits and few.nmant <= many.nmant)
 
 
 def at(places: Sequence[int], function: Callable[..., Any], inputs: Sequence[Any]) -> Any:

@@ -29,6 +29,7 @@ from ..gemm.recipes import ByRecipe
 from ..lowering.canonical import canonical
 from ..lowering.collector import paused_collector
 from ..ops.batch_invariance import is_batch_invariant
+from ..ops.checks.wording import less
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
@@ -202,7 +203,13 @@ def _shrinks(equation: Any) -> bool:
     """Whether a product's result is smaller than its larger operand."""
     operands = [x.aval.size * x.aval.dtype.itemsize for x in equation.invars[:2]]
     result = equation.outvars[0].aval
-    return result.size * result.dtype.itemsize < max(operands)
+    return any(less(result.size * result.dtype.itemsize, x) for x in operands)
+
+
+def _symbolic(program: Any) -> bool:
+    """Whether an array of a program has a symbolic extent, whose products no kernel runs."""
+    arrays = (x.aval for equation in program.eqns for x in equation.outvars)
+    return any(type(n) is not int for x in arrays for n in getattr(x, "shape", ()))
 
 
 def _out_sharding(equation: Any) -> Any:
@@ -236,8 +243,9 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             reasons[alike] = reason_left(equation, transposes, rewriting.implementation)
         return reasons[alike] is None
 
+    fuse = rewriting.fuse and not _symbolic(inner)
     original, inner = inner, with_rounded_operands(with_equations_of_accelerated(inner))
-    if rewriting.fuse:
+    if fuse:
         inner = inner.replace(eqns=with_products(inner.eqns))
     weights = Weights(inner, rewriting.weights)
 
@@ -253,7 +261,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         else:
             new.append(equation)
     outvars = inner.outvars
-    if rewriting.fuse:
+    if fuse:
         new, outvars = fused(with_choices(new), outvars)
     same = len(new) == len(original.eqns) and all(map(operator.is_, new, original.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)

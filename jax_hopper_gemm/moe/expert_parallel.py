@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..primitives.define import promoted
 from ..primitives.rows import sum_rows
 from .router import Routing, row_weights, sort_by_group
 
@@ -48,7 +49,7 @@ def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: in
     own_weights = sum_rows(weights.reshape(-1), order[:, None], positions.reshape(-1, 1))
     y = experts(sum_rows(x, tokens, positions), sizes, own_weights)
     y = sum_rows(y, positions, tokens)
-    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    wide = y.astype(promoted(y.dtype, jnp.float32))
     total = lax.psum_scatter(wide, axis, tiled=True)
     return total.astype(y.dtype)
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
+from ..primitives.define import promoted
 from ..primitives.group_sizes import as_int32
 from ..primitives.rows import in_order, sum_rows
 
@@ -157,7 +158,7 @@ def route_tokens(
     selection = Selection(experts_per_token, score, normalize, scale)
     options: dict[str, Any] = {
         "precision": precision,
-        "preferred_element_type": jnp.promote_types(jnp.result_type(x, kernel), jnp.float32),
+        "preferred_element_type": promoted(jnp.result_type(x, kernel), jnp.float32),
         "implementation": implementation,
     }
     fits = kernel.shape[1] <= MOST_COLUMNS_OF_A_ROW_IN_A_TILE
@@ -280,6 +281,7 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
       x: (T, ...), of any dtype.
       routing: what `route` or `route_tokens` returned for these tokens.
     """
+    layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
     return sum_rows(x, _tokens(routing)[:, None], routing.positions)
 
 
@@ -292,6 +294,7 @@ def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
       rows: (R, ...), sorted by expert, as `dispatch_rows` gives them.
       routing: as in `dispatch_rows`.
     """
+    layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
     return sum_rows(rows, routing.positions, _tokens(routing)[:, None])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..gemm.product import Options, Product
@@ -57,6 +58,10 @@ class DelayedScaling:
     @classmethod
     def initial(cls, length: int = 1024, gradients: Float8 = "float8_e5m2") -> DelayedScaling:
         """Returns the state before the first step: scales of 1, no magnitude seen."""
+        if not isinstance(length, int | np.integer) or length < 1:
+            raise ValueError(
+                f"DelayedScaling.initial: length is {length!r}, expected an int from 1"
+            )
         return cls(jnp.ones(3), jnp.zeros((3, length)), gradients)
 
     def updated(self, number: int, amax: Any) -> tuple[jax.Array, jax.Array]:

@@ -126,8 +126,9 @@ def matmul(
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
-    if jnp.ndim(cast(Any, b)) == 1:
-        scales = {name: x.reshape(x.shape[:-1]) for name, x in scales.items()}
+    for vector, axis in ((b, -1), (a, -2)):  # whose result has no such axis
+        if jnp.ndim(cast(Any, vector)) == 1:
+            scales = {name: _without(x, axis) for name, x in scales.items()}
     if zeros:
         scales[OFFSET] = jnp.matmul(*zeros, precision=lax.Precision.HIGHEST)
     named = named_in(terms | scales)
@@ -290,6 +291,11 @@ class _Permuted:
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:
     return jnp.einsum(subscripts, *operands, **options)
+
+
+def _without(scale: jax.Array, axis: int) -> jax.Array:
+    """Returns scales without an axis, of length 1, that they need not have."""
+    return lax.squeeze(scale, (axis,)) if scale.ndim >= -axis else scale
 
 
 class _Factors(NamedTuple):

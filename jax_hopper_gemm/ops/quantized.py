@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +25,7 @@ from ..primitives.widen import unpack
 from . import checks
 
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
+_SIZES = ", ".join(map(str, sorted((1, *BLOCKS))))
 
 
 @partial(
@@ -50,8 +52,8 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *others, last = self.values.shape
-        return (*others, 2 * last if self.packed else last)
+        shape = self.values.shape
+        return (*shape[:-1], 2 * shape[-1]) if self.packed else shape
 
     @property
     def ndim(self) -> int:
@@ -126,25 +128,42 @@ def quantize(
         floats of 8 bits are asked for zero points.
     """
     (x,) = checks.as_arrays("quantize", x=x)
-    x, name = jnp.asarray(x), jnp.dtype(dtype).name
+    x, name = jnp.asarray(x), _dtype_name(dtype)
     if name not in WEIGHTS:
         raise TypeError(f"quantize: dtype is {name}, expected {one_of(WEIGHTS)}")
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"quantize: symmetric is {symmetric!r}, expected True or False")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x is {checks.describe(x)}, expected floats")
-    blocks = (None,) * x.ndim if block is None else tuple(block)
+    blocks = (None,) * x.ndim if block is None else _as_blocks(block)
     if len(blocks) != x.ndim:
         raise ValueError(
             f"quantize: block is {blocks}, expected {x.ndim} entries: x is {checks.describe(x)}"
         )
     if any(b not in (None, 1, *BLOCKS) for b in blocks):
-        sizes = ", ".join(map(str, sorted((1, *BLOCKS))))
-        raise ValueError(f"quantize: block is {blocks}, expected {sizes} or None for each axis")
+        raise ValueError(f"quantize: block is {blocks}, expected {_SIZES} or None for each axis")
     if symmetric:
         return Quantized(*quantized(x, dtype, blocks))
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"quantize: {name} has no zero points, only int8 and int4 have: symmetric")
     values, scale, zero = quantized_between(x, dtype, blocks)
     return Quantized(values, scale, zero=zero)
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return repr(dtype)
+
+
+def _as_blocks(block: Any) -> tuple[int | None, ...]:
+    try:
+        return tuple(b if b is None else index(b) for b in block)
+    except TypeError:
+        raise TypeError(
+            f"quantize: block is {block!r}, expected {_SIZES} or None for each axis"
+        ) from None
 
 
 def as_quantized(op: str, name: str, x: Any) -> Any:
@@ -172,6 +191,12 @@ def is_quantized(*operands: Any) -> bool:
 def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
+    checks.as_arrays(op, None, **{f"{name}.values": values, f"{name}.scale": scale})
+    if x.packed and values.dtype != jnp.uint8:
+        raise TypeError(
+            f"{op}: {name} is packed, of values {checks.describe(values)}, expected u8: "
+            "Quantized.pack_weights packs int4"
+        )
     if x.zero is not None and jnp.shape(x.zero) != jnp.shape(scale):
         raise ValueError(
             f"{op}: the zero points of {name} are {checks.describe(x.zero)}, expected the shape of "

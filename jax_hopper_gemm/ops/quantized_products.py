@@ -49,8 +49,6 @@ class Operand:
             wide = (*scale.shape[:batch], *values.shape[batch:-1], scale.shape[-1])
             scale = jnp.broadcast_to(scale, wide)
         along_k = -(-values.shape[-1] // BLOCK)
-        if blocks[-1] == 1 and values.shape[-1] != along_k:
-            raise NotImplementedError("a scale for each element of the contracted axis")
         rows = int(np.prod(scale.shape[batch:-1], dtype=int))
         scale = jnp.broadcast_to(scale, (*values.shape[:batch], *scale.shape[batch:-1], along_k))
         lead = (int(np.prod(values.shape[:batch], dtype=int)),) if batch else ()
@@ -85,7 +83,8 @@ def run_quantized(
             )
         if x.packed or x.values.dtype.name not in QUANTIZED:
             raise TypeError(
-                f"{op}: {name} is of int4 beside a quantized array: pass the other one in 16 bits"
+                f"{op}: {name} is of {'int4' if x.packed else x.values.dtype.name} beside a "
+                "quantized array: pass the other one in 16 bits"
             )
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_k) != 1:
@@ -120,13 +119,14 @@ def _arranged(
 ) -> Operand:
     blocks, scale = list(blocks_of(op, name, x)), x.scale
     for axis, block in enumerate(blocks):
+        if axis in contracted and block not in (0, BLOCK) and x.shape[axis] > 1:
+            raise NotImplementedError(
+                f"{op}: {name} has a scale for each {'element' if block == 1 else block} of the "
+                f"contracted axis; beside a quantized array kernels take one for each {BLOCK}: "
+                "pass the other in 16 bits"
+            )
         if block not in BLOCKS or block == BLOCK:
             continue
-        if axis in contracted:
-            raise NotImplementedError(
-                f"{op}: {name} has a scale for each {block} of the contracted axis; beside a "
-                f"quantized array kernels take one for each {BLOCK}: pass the other in 16 bits"
-            )
         scale, blocks[axis] = spread(scale, (*(0,) * axis, block), x.shape), 1
     free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
     order = (*batch, *free, *contracted)

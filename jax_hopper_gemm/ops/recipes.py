@@ -47,8 +47,8 @@ def _check(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> None:
     gradients = getattr(recipe, "gradients", "float8_e4m3fn")
     if gradients not in ("float8_e4m3fn", "float8_e5m2"):
         raise ValueError(
-            f"{op}: gradients of the recipe are {gradients!r}, expected float8_e4m3fn or "
-            "float8_e5m2"
+            f"{op}: gradients of the recipe are {gradients!r}, expected the name "
+            "'float8_e4m3fn' or 'float8_e5m2'"
         )
     columns = getattr(recipe, "gradient_columns", 1)
     if columns not in BLOCKS:
@@ -81,7 +81,9 @@ def delayed(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> Delaye
         return None
     _check(op, recipe, operands, cotangent_dtype)
     scale, history = recipe.scale, recipe.amax_history
-    if jnp.shape(scale) != (3,) or jnp.ndim(history) != 2 or jnp.shape(history)[0] != 3:
+    checks.as_arrays(op, None, **{"recipe.scale": scale, "recipe.amax_history": history})
+    lengths = jnp.shape(history)
+    if jnp.shape(scale) != (3,) or len(lengths) != 2 or lengths[0] != 3 or not lengths[1]:
         raise ValueError(
             f"{op}: the recipe has scales {checks.describe(scale)} and a history "
             f"{checks.describe(history)}, expected f32[3] and f32[3,length]: one state a product, "

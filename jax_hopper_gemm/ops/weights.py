@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..gemm.dtypes import HALVES
+from ..gemm.dtypes import HALVES, WEIGHTS
 from ..primitives.widen import hopper_widen
 from . import checks
 from .quantized import Quantized, blocks_of, spread
@@ -60,7 +60,8 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
     """Returns weights as an array of 16 bits, and what its products are multiplied by.
 
     Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
-    That of weights with zero points is written; see `zeros_apart`.
+    That of weights with zero points is written; see `zeros_apart`. So is that of a dtype which no
+    kernel reads, such as Qwix's int2.
 
     Args:
       axis: the contracted one; -2 of a vector is its own.
@@ -70,7 +71,8 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
       the array is then multiplied by them.
     """
     blocks, scale = blocks_of(op, name, x), jnp.asarray(x.scale, jnp.float32)
-    if x.zero is not None:
+    read = x.packed or x.values.dtype.name in WEIGHTS
+    if x.zero is not None or not read:
         return x.dequantize(dtype), None
     axis = max(axis, -x.ndim) % x.ndim
     others = [0 if i == axis else block for i, block in enumerate(blocks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -46,12 +47,15 @@ def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_x
     if product.gate_up:  # their columns side by side, in memory rows where K lies along them
         letters = product.subscripts.rhs
         axis = right.ndim - len(letters) + letters.index(product.gate_up)
-        right = right.reshape(*right.shape[:axis], -1, *right.shape[axis + 2 :])
+        columns = prod(right.shape[axis : axis + 2])
+        right = right.reshape(*right.shape[:axis], columns, *right.shape[axis + 2 :])
     multiplied = partial(hopper_ragged_dot, product=flat)
     for _ in range(product.batch):
         multiplied = jax.vmap(multiplied, (0, None if shared else 0, 0))
     result = multiplied(lhs, right, sizes)
-    return result.reshape(*result.shape[:-1], 2, -1) if product.gate_up else result
+    if not product.gate_up:
+        return result
+    return result.reshape(*result.shape[:-1], 2, result.shape[-1] // 2)
 
 
 def accumulators_of(

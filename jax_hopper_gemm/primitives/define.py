@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
@@ -197,3 +198,15 @@ def apart_of(equation: Any) -> Rule | None:
     """Returns what lowering runs of an equation of `PRODUCTS` if a kernel cannot; see `apart`."""
     apart = PRODUCTS[equation.primitive].apart
     return apart and apart(equation.params)
+
+
+def promoted(*dtypes: Any) -> np.dtype:
+    """Returns JAX's promoted dtype, whatever promotion of arrays the user allows.
+
+    It is float32 of floats that JAX does not promote, such as those of 8 bits beside others.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            return np.dtype(reduce(jnp.promote_types, dtypes))
+        except ValueError:
+            return np.dtype(np.float32)

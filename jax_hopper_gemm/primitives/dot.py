@@ -32,7 +32,7 @@ from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.request import Request
 from .call_words import options_of_words, options_to_words
-from .define import Rules, define_primitive
+from .define import Rules, define_primitive, promoted
 from .dot_general import dot_general_of
 
 NAME = "hopper_dot"
@@ -100,8 +100,8 @@ def entering(
         dtype = other.dtype
     if dtype is None or not jnp.issubdtype(cotangent.dtype, jnp.floating):
         return cotangent, options
-    result = jnp.promote_types(jnp.promote_types(dtype, other.dtype), primal.dtype)
-    options = replace(options, preferred_element_type=np.dtype(result))
+    result = promoted(dtype, other.dtype, primal.dtype)
+    options = replace(options, preferred_element_type=result)
     return lax.convert_element_type(cotangent, dtype), options
 
 

@@ -122,7 +122,7 @@ def _completed(
     """
     count = products + operands
     outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
-    cast = [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
+    cast = [lax.convert_element_type(x, to) for x, to in zip(outputs, dtypes, strict=True)]
     if rows is None:
         return cast
     return [

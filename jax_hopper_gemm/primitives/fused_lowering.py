@@ -56,9 +56,13 @@ def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:
     *right_operands, sizes = others
     batch, rank = product.batch, len(product.subscripts.rhs)
     length, size = lhs.shape[batch], prod(lhs.shape[:batch])
-    sizes = sizes_of_each(sizes.reshape(size, -1), length, size)
-    right_operands = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in right_operands]
-    return [lhs.reshape(size * length, -1), *right_operands, sizes]
+    sizes = sizes_of_each(sizes.reshape(size, sizes.shape[-1]), length, size)
+    leading = [x.ndim - rank + 1 for x in right_operands]
+    right_operands = [
+        x.reshape(prod(x.shape[:n]), *x.shape[n:])
+        for x, n in zip(right_operands, leading, strict=True)
+    ]
+    return [lhs.reshape(size * length, prod(lhs.shape[batch + 1 :])), *right_operands, sizes]
 
 
 def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[str, Any]) -> Call:

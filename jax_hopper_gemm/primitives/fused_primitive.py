@@ -328,7 +328,7 @@ def _added(x: Any, product: Product, lhs: Any, right: Any, *sizes: Any) -> Any:
     lhs, right, *counts = varying_together(lhs, right, *sizes)
 
     def function(y: Any, *operands: Any) -> list[Any]:
-        total = (y + operands[-1]).astype(x.dtype)
+        total = (y + operands[-1].astype(y.dtype)).astype(x.dtype)
         return [segment_mask(total, operands[0], product.groups) if product.groups else total]
 
     like = abstract(partial(multiply, product, by_xla=True), lhs, right, *counts)

@@ -113,15 +113,15 @@ def _batch(axis_data: Any, operands: Any, axes: Any) -> tuple[Any, int]:
     size = axis_data.size
     x = operands[0]
     sources, users = map(partial(mapped_first, size), operands[1:], axes[1:])
-    length, results = users.shape[1], sources.shape[1]
+    (_, length, most), (_, results, terms) = users.shape, sources.shape
     users = _shifted(users, results)
     if axes[0] is None:
-        users = jnp.moveaxis(users, 0, 1).reshape(length, -1)
+        users = jnp.moveaxis(users, 0, 1).reshape(length, size * most)
     else:
         x = jnp.moveaxis(x, axes[0], 0)
         x = x.reshape(size * length, *x.shape[2:])
-        sources, users = _shifted(sources, length), users.reshape(size * length, -1)
-    flat = sum_rows_p.bind(x, sources.reshape(size * results, -1), users)
+        sources, users = _shifted(sources, length), users.reshape(size * length, most)
+    flat = sum_rows_p.bind(x, sources.reshape(size * results, terms), users)
     return flat.reshape(size, results, *flat.shape[1:]), 0
 
 
@@ -147,7 +147,7 @@ def in_order(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       The sorted numbers, and for each its place before.
     """
     size = groups.shape[0]
-    if (count + 1) * size < 2**32:
+    if isinstance(size, int) and (count + 1) * size < 2**32:
         # One key holds number and place: all differ, and XLA sorts single integers by radix.
         key = groups.astype(jnp.uint32) * size + jnp.arange(size, dtype=jnp.uint32)
         key = jnp.sort(key)
@@ -276,7 +276,7 @@ def _batch_pick(axis_data: Any, args: Any, axes: Any) -> tuple[Any, int]:
     else:
         x = jnp.moveaxis(x, axes[0], 0)
         flat = _flat_rows(rows, x.shape[1])
-        x = x.reshape(-1, x.shape[2])
+        x = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
     out = pick_rows_p.bind(x, flat)
     return out.reshape(*rows.shape, out.shape[1]), 0
 

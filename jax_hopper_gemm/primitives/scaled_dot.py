@@ -121,9 +121,9 @@ def _batch(
     if product.subscripts == SCALED:
         whole = replace(product, subscripts=BATCHED)
         return hopper_scaled_dot_p.bind(*mapped, product=whole, **params), [0]
-    flat = [x.reshape(-1, *x.shape[2:]) for x in mapped]
+    flat = [x.reshape(size * x.shape[1], *x.shape[2:]) for x in mapped]
     (result,) = hopper_scaled_dot_p.bind(*flat, product=product, **params)
-    return [result.reshape(size, -1, *result.shape[1:])], [0]
+    return [result.reshape(size, mapped[0].shape[1], *result.shape[1:])], [0]
 
 
 def _request_of(

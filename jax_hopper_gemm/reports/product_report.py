@@ -62,7 +62,8 @@ class FoundProduct:
 
     @property
     def place(self) -> str:
-        return " > ".join((*self.within, self.line))
+        """The loops and calls around it, then its line; JAX's own functions have none."""
+        return " > ".join(filter(None, (*self.within, self.line)))
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,12 @@ class ProductReport:
     def _lines(self, equal: Sequence[FoundProduct]) -> list[str]:
         first, share = equal[0], sum(x.flops for x in equal) / max(1, self.flops)
         times = sum(x.runs for x in equal)
-        places = list(dict.fromkeys(x.place for x in equal))
+        places = list(dict.fromkeys(x.place for x in equal if x.place))
         others = f" and {len(places) - 1} more" if len(places) > 1 else ""
         number = f"x {times}" if times > 1 else ""
         lines = [f"{first.runner:<13}{share:>5.1%} {number:<6} {first.product}"]
-        lines.append(f"      at {places[0]}{others}")
+        if places:
+            lines.append(f"      at {places[0]}{others}")
         lines.append(f"      {first.reason}")
         if first.fused:
             saved = sum(x.saved_us * x.runs for x in equal)

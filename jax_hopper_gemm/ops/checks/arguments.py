@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..activations import ACTIVATIONS
 from .wording import fail
@@ -103,7 +104,7 @@ def check_max_sms(limit: Any) -> None:
     """Checks that a limit of SMs is None or an integer of at least 1."""
     if limit is None:
         return
-    if isinstance(limit, bool) or not hasattr(limit, "__index__"):
+    if isinstance(limit, bool | Tracer) or not hasattr(limit, "__index__"):
         raise TypeError(
             f"max_sms: limit is a {type(limit).__name__}, expected an integer, or None for no limit"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,9 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     if dimension_numbers is None:
         return None
     try:
-        checked = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+        checked = tuple(
+            tuple(tuple(map(index, axes)) for axes in pair) for pair in dimension_numbers
+        )
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
     except (TypeError, ValueError):
         raise TypeError(

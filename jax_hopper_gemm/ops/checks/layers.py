@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .arguments import activation_problems, implementation_problems
-from .wording import describe, each_text, fail
+from .wording import describe, differ, each_text, fail
 
 SCORES = ("softmax", "sigmoid")
 EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
@@ -76,6 +76,14 @@ def check_grouped_mlp(
         )
     named, mistyped = activation_problems(activation)
     fail("grouped_mlp", problems + named, mistyped)
+
+
+def check_rows(op: str, name: str, x: Any, count: int, what: str) -> None:
+    """Checks that an array has a row for each token, or for each sorted row, of a routing."""
+    if np.ndim(x) < 1 or differ(np.shape(x)[0], count):
+        fail(
+            op, [f"{name} is {describe(x)}, expected {count} rows, one for each {what} of routing"]
+        )
 
 
 def check_mixture(

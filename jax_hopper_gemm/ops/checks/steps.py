@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...gemm.product import Options
@@ -80,6 +82,9 @@ def results(op: str, out: Any) -> tuple[Any, ...]:
         raise TypeError(
             f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
         )
+    for x in arrays:
+        if jnp.issubdtype(jax.dtypes.result_type(x), jax.dtypes.extended):
+            raise TypeError(f"{op}: epilogue returned {describe(x)}, expected numbers")
     return arrays
 
 
