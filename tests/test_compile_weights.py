@@ -31,11 +31,11 @@ def test_kernel_multiplies_what_it_converts_from_registers(spec, built):
     shape = f"HGMMA.64x{spec.tile_m}x16.F32{NAMES[spec.a_dtype]}"
     assert {name for name, _, _ in multiplies} == {shape}
     assert all(operand.startswith("R") for _, _, operand in multiplies), "B is not in registers"
-    blocks = spec.columns_per_warpgroup // 64
+    blocks = spec.converted_columns // 64
     assert len(multiplies) >= blocks * spec.tile_k // 16
 
     narrow = DTYPES[spec.b_dtype]
-    by_ldmatrix = "LDSM" in text
+    by_ldmatrix = "LDSM.16.MT88" in text  # transposed: an epilogue's are not
     assert by_ldmatrix == (spec.b_major == "n"), f"{narrow.name} along {spec.b_major}"
     assert (facts.multicast_loads > 0) == (spec.cluster_size > 1)
     by_tma = 2 + (spec.graph.accumulators - 1) - (spec.gathered is not None)

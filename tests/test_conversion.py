@@ -124,6 +124,10 @@ def test_a_thread_reads_what_wgmma_wants_of_its_columns(held, columns, tile_k, s
     }
     columns_of_all = np.concatenate([own[of] for of in sorted(own)])
     assert sorted(np.unique(columns_of_all)) == list(range(span, span + 64 * held.joined))
+    in_order = [own[of] for of in sorted(own)]
+    for i in range(len(in_order)):
+        first = in_order[i - i % held.neighbours]
+        assert (in_order[i] == first + i % held.neighbours).all()
     for k16, block, h, i in itertools.product(
         range(tile_k // 16), range(held.joined), range(2), range(2)
     ):

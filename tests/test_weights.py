@@ -18,6 +18,7 @@ from support.program_inspection import normal
 from support.weights import BLOCKS, DTYPES, PROGRAMS, quantized
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -296,6 +297,29 @@ def test_scales_of_groups_are_multiplied_by_xla_where_rows_are_many(m, dtype, bl
     with jhg.batch_invariant():
         (spec,) = specs_of(jhg.matmul, *arguments)
     assert spec.converts_b  # for any number of rows
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "in_turns"),
+    [(1, 8192, True), (32, 4096, True), (1, 28672, False), (64, 8192, False)],
+)
+def test_warpgroups_take_turns_where_each_sm_has_a_tile_of_few_rows(m, n, in_turns):
+    arguments = _array(m, 8192), _w(jnp.int4, None, (8192, n))
+    (spec,) = specs_of(partial(jhg.matmul, implementation="hopper"), *arguments)
+    assert spec.k_in_turns == in_turns
+    assert not (spec.k_in_turns and spec.split_k)
+
+
+def test_what_warpgroups_in_turns_cannot_do():
+    (spec,) = specs_of(jhg.matmul, _array(16, 8192), _w(jnp.int4, None, (8192, 8192)))
+    assert spec.k_in_turns and not violations(spec)
+    for reason, fields in {
+        "64x64 sums of a warpgroup do not fit": {"tile_m": 64, "short_boxes": False},
+        "num_stages 2 is under 3": {"num_stages": 2},
+        "know no scales along K": {"k_group": 64},
+        "epi_tile_n 64 is not 16, 32 or 64 dividing": {"epi_tile_n": 64},
+    }.items():
+        assert any(reason in text for text in violations(replace(spec, **fields))), reason
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "gradient"])

@@ -271,6 +271,11 @@ _FEW_ROWS = [
 CONVERTED_CONFIGS = (
     # Few rows: a stream of B, each byte of it read once.
     *_FEW_ROWS,
+    # The same of few columns: each SM has a tile of them, and all of its K.
+    *(
+        Config(tile_m, 64, 4 * SWIZZLE_BYTES, short_boxes=True, evict_first="b")
+        for tile_m in (16, 32)
+    ),
     Config(64, 128, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
     Config(64, 256, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
     Config(64, 128, 2 * SWIZZLE_BYTES),

@@ -102,7 +102,7 @@ def _converting_cycles(spec: GemmSpec) -> float:
     multiplied = instructions * most(most(s.tile_m / 2, read), LEAST_MMA_CYCLES)
     of_element = CONVERSION_INSTRUCTIONS
     if DTYPES[s.b_dtype].bits == 4:
-        blocks = s.columns_per_warpgroup // s.graph.accumulators // 64
+        blocks = s.converted_columns // s.graph.accumulators // 64
         alone = (blocks % 2 > 0) | (s.b_major == "k")
         of_element = where(alone, INT4_INSTRUCTIONS[1], INT4_INSTRUCTIONS[2])
     converted = s.tile_n * s.tile_k * of_element * ISSUE_CYCLES / 128

@@ -55,6 +55,11 @@ class Held:
         """Returns what is held where a warpgroup has so many blocks of a B."""
         return cls(bits, along_k, 2 if bits == 4 and not along_k and blocks % 2 == 0 else 1)
 
+    @property
+    def neighbours(self) -> int:
+        """Columns of a thread that lie side by side."""
+        return 1 if self.along_k else 2 * self.joined
+
     def column(self, position: Position, block: int, h: int) -> Any:
         """Returns a thread's h-th column of a span's block, counted from the span's first."""
         if self.along_k:

@@ -15,6 +15,8 @@ from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
 from .spec import (
+    EPI_TILE_M,
+    EXCHANGE_COLUMNS,
     PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
@@ -27,6 +29,8 @@ from .type_legality import type_violations
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
+MAX_GATED_IN_TURNS_K = 128  # elements of K of two B's that registers hold as they are loaded
+IN_TURNS_STAGES = 3  # of two, a warpgroup would wait for the one that it still multiplies
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
@@ -185,12 +189,26 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
     s, parts = spec, spec.graph.accumulators * 64
     if s.warp_schedule != "cooperative":
         yield "warpgroups that convert B share the columns of a tile: take the cooperative schedule"
-    elif s.columns_per_warpgroup % parts:
-        yield f"{s.columns_per_warpgroup} columns a warpgroup are no multiple of {parts}"
+    elif s.converted_columns % parts:
+        yield f"{s.converted_columns} columns a warpgroup are no multiple of {parts}"
     if s.k_group and s.tile_k % s.k_group:
         yield f"tile_k {s.tile_k} is no multiple of {s.k_group} elements that share a scale"
+    if s.k_in_turns:
+        yield from _in_turns_violations(s)
     if s.tile_m < 64 and s.grouped:
         yield f"tile_m {s.tile_m} is for few rows, but groups may have more"
+
+
+def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
+    s = spec
+    if s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
+        yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
+    if s.num_stages < IN_TURNS_STAGES:
+        yield f"num_stages {s.num_stages} is under {IN_TURNS_STAGES}, warpgroups take turns at them"
+    if s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
+        yield f"tile_k {s.tile_k}: numbers of two B's along more than {MAX_GATED_IN_TURNS_K} spill"
+    if s.k_group:
+        yield "warpgroups that take turns at k-tiles know no scales along K"
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:
@@ -227,8 +245,9 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} does not split into gate and up of multiples of 16 columns"
     if columns % (16 * s.cluster_m):
         yield f"{columns} columns do not split into {s.cluster_m} multicast slices of 16"
-    if s.epi_tile_n not in (16, 32, 64) or columns % s.epi_tile_n:
-        yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns"
+    stored = columns // s.warpgroups_n
+    if s.epi_tile_n not in (16, 32, 64) or stored % s.epi_tile_n:
+        yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {stored} columns"
     if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):
         yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a bool operand"
     if s.epi_tile_n < 32 and any(DTYPES[r.dtype].itemsize == 1 for r in graph.matrices):

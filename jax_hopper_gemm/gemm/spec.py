@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from . import simt
 from .bf16_parts import accumulator_sets, num_parts
+from .conversion import BLOCK
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph, Operand
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
@@ -213,6 +214,32 @@ class GemmSpec:
     def columns_per_warpgroup(self) -> int:
         """Accumulator columns of a tile that one math warpgroup holds."""
         return self.tile_n // self.warpgroups_n
+
+    @cached_property
+    def k_in_turns(self) -> bool:
+        """Whether math warpgroups that convert B have the same columns, and take turns at k-tiles.
+
+        They do where a tile has no more columns of each B than one of their wgmmas. Each then
+        stores half of them.
+        """
+        return self.converts_b and self.tile_n == BLOCK * self.graph.accumulators
+
+    @property
+    def converted_columns(self) -> int:
+        """Columns of a stage that one math warpgroup converts, where B is converted."""
+        return self.tile_n if self.k_in_turns else self.columns_per_warpgroup
+
+    @property
+    def sum_registers(self) -> int:
+        """Those in which a math thread has summed its part of a tile, see `finish`."""
+        if self.converts_b:
+            return self.tile_m * self.converted_columns // 128
+        return self.tile_registers
+
+    @property
+    def stage_warps(self) -> int:
+        """Math warps that empty a stage."""
+        return 4 if self.k_in_turns else self.tile_warps
 
     @property
     def acc_registers(self) -> int:

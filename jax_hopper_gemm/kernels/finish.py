@@ -62,10 +62,10 @@ class OrderedSum(NoFinish):
     def __init__(self, spec):
         super().__init__(spec)
         self.threads = 32 * spec.tile_warps
-        self.vectors = spec.tile_registers // VECTOR
+        self.vectors = spec.sum_registers // VECTOR
         # Registers for partial sums beside the accumulators: for two slots, or a part of one.
-        free = MATH_REGISTERS[spec.math_warpgroups] - OTHER_REGISTERS - spec.tile_registers
-        self.runs_ahead = free >= 2 * spec.tile_registers
+        free = MATH_REGISTERS[spec.math_warpgroups] - OTHER_REGISTERS - spec.sum_registers
+        self.runs_ahead = free >= 2 * spec.sum_registers
         most = max(1, free // VECTOR)
         self.chunk = max(n for n in range(1, most + 1) if self.vectors % n == 0)
 

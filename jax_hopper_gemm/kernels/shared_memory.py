@@ -17,7 +17,7 @@ class BarrierId(IntEnum):
 
     WARPGROUP = 1  # 1, 2, 3: the 128 threads of math warpgroup 0, 1, 2, in its epilogue
     MATH_TURN = 5  # 5, 6: the turn of math warpgroup 0, 1 at the tensor cores; 256 threads
-    PARTS = 7  # all math threads: a k-tile of B is there in bfloat16 parts
+    MATH = 7  # all math threads: what they share is there, or has been read
 
 
 class SharedMemory:

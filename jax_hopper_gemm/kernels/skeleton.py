@@ -91,8 +91,7 @@ class GemmKernel:
             self.prefetch((*of_ab, *stores, *parameters.loads))
 
         stages, shared, barriers = self.allocate_shared_memory()
-        tile_warps = self.schedule.tile_warps
-        ring = make_ring(s, barriers["ring"], self.producer, tile_warps, args.stage_bytes)
+        ring = make_ring(s, barriers["ring"], self.producer, s.stage_warps, args.stage_bytes)
         operand_barriers = self.epilogue.ring.setup(barriers["operands"])
         scheduled = self.scheduler.setup(barriers["mailbox"], args, self.reader_warps)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
@@ -219,7 +218,8 @@ class GemmKernel:
                 scalars = self.epilogue.load_scalars(results, coords.batch)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
-                if self.finish.combine(exchange, view.acc, coords):
+                if self.finish.combine(exchange, self.consumer.sums(view), coords):
+                    self.consumer.settle(view)
                     written = self.epilogue.store_tile(
                         results, scalars, is_store_warp, written, coords
                     )

@@ -167,6 +167,15 @@ _CONVERTED = {
     "tile_m": (16, 32, 64, 128, 256), "tile_n": (128, 256), "warp_schedule": ("cooperative",),
     "num_stages": (2, 3, 4, 6), "k_group": (0, 32, 64, 128),
 }  # fmt: skip
+_IN_TURNS = {
+    **_CONVERTED,
+    "ab_dtype": (
+        ("bfloat16", "int4"), ("float16", "int4"), ("bfloat16", "int8"),
+        ("float16", "float8_e4m3fn"),
+    ),
+    "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
+    "num_stages": (3, 4, 6), "k_group": (0,),
+}  # fmt: skip
 CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_CONVERTED},
     {**CHOICES, **_OF_ROWS, **_CONVERTED},
@@ -179,4 +188,6 @@ CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
             "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
         ),
     },
+    {**CHOICES, **_IN_TURNS},
+    {**EPILOGUE_CHOICES, **_IN_TURNS, "tile_n": (64, 128), "epilogue": ("residual", "gated_silu")},
 )  # fmt: skip

@@ -20,6 +20,8 @@ A consumer:
     multiply(view, ring, state, coords, on_issued)
                                         → state past the tile's last stage; calls `on_issued` when
                                         the tensor cores have all of the tile's work
+    sums(view)                          → registers that `finish` adds to those of other CTAs
+    settle(view)                        makes the accumulators of them, where they are others
 
 A tile's loads begin at its k-tile `coords.k_first` and are `coords.k_tiles` many. What a view holds
 is made in the role that uses it, and no value of the GPU is kept in a producer or consumer.
@@ -30,6 +32,7 @@ from .gather import GatherProducer
 from .parts import PartsConsumer
 from .promoted import PromotedConsumer
 from .rs import RegisterConsumer
+from .rs_in_turns import InTurnsConsumer
 from .ss import SharedConsumer
 from .stored_parts import StoredPartsConsumer, StoredPartsProducer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
@@ -61,7 +64,7 @@ def make_consumer(spec, producer, atom_layout_m):
     if spec.bf16_terms:
         kind = StoredPartsConsumer if spec.reads_parts else PartsConsumer
     elif spec.converts_b:
-        kind = RegisterConsumer
+        kind = InTurnsConsumer if spec.k_in_turns else RegisterConsumer
     elif spec.a_block:
         kind = ScaledConsumer
     else:

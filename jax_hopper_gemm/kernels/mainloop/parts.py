@@ -67,7 +67,7 @@ class PartsConsumer(SharedConsumer):
         self.last_of_others = [pair for pair in self.products if pair[0]][-1]
         self.sums_apart = accumulator_sets(s.bf16_terms) > 2
         self.interval = PROMOTED_K[s.bf16_terms] // TILE_K  # k-tiles between promotions
-        self.barrier = pipeline.NamedBarrier(BarrierId.PARTS, self.cutter.threads)
+        self.barrier = pipeline.NamedBarrier(BarrierId.MATH, self.cutter.threads)
 
     def make_tiled_mma(self, warpgroups):
         mode = cute.nvgpu.OperandMajorMode

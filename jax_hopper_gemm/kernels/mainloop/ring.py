@@ -75,8 +75,8 @@ def allocate_stages(spec, memory):
     return replace(stages, sS=sS, exchange=exchange)
 
 
-def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
-    """Returns the pipeline: the producer fills a stage, the warps that work on a tile empty it.
+def make_ring(spec, barriers, producer, stage_warps, stage_bytes):
+    """Returns the pipeline: the producer fills a stage, so many math warps empty it.
 
     `stage_bytes` are those that TMA brings, or None where they are the producer's `tma_bytes`.
     """
@@ -87,7 +87,7 @@ def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
         barrier_storage=barriers,
         num_stages=s.num_stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producer.arrivals),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, partners * tile_warps),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, partners * stage_warps),
         tx_count=producer.tma_bytes,
         cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
         defer_sync=True,

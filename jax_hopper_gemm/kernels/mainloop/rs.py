@@ -18,6 +18,7 @@ blocks, 1), of D.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import cutlass
@@ -28,14 +29,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
-from ...gemm.conversion import (
-    BLOCK,
-    LDMATRIX_K,
-    MMA_K,
-    Held,
-    offset_along_k,
-    offset_along_n,
-)
+from ...gemm.conversion import BLOCK, LDMATRIX_K, MMA_K, Held
 from ...gemm.dtypes import DTYPES
 from ...gemm.spec import EPI_TILE_M, EXCHANGE_COLUMNS, EXCHANGE_PITCH
 from ...gemm.wgmma_fragment import (
@@ -48,77 +42,18 @@ from ...gemm.wgmma_fragment import (
 )
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP, BarrierId
+from .rs_loads import LoadsAlongK, LoadsAlongN, Raw
 from .ss import SharedConsumer
-from .widening import instruction, make_conversion
+from .widening import make_conversion
 
 IN_FLIGHT = 2  # groups of wgmma, each with registers of its own for B
 WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
 OF_GROUP = LDMATRIX_K // MMA_K  # instructions of a block in a group: as much K as is loaded at once
 
 
-@dataclass(frozen=True)
-class Raw:
-    """What a thread reads of a stage."""
-
-    position: Position
-    base: Any  # shared address of the stages
-    starts: tuple  # for each span of blocks, what its loads begin with
-
-
-class LoadsAlongK:
-    """Loads of what is stored (N, K): two neighbours along K at a time."""
-
-    words = 8  # of a thread, of `LDMATRIX_K` of K
-
-    def __init__(self, spec, held):
-        self.spec, self.bits = spec, held.bits
-        self.code = "ld.shared.u16" if self.bits == 8 else "ld.shared.u8"
-
-    def start(self, position, lane, column):
-        return column + 16 * position.warp
-
-    def load(self, raw, stage, span, k):
-        """Returns the words of a span from `k` on, each at its `index`."""
-        s = self.spec
-        words = []
-        inside = raw.position.quad_lane * (self.bits // 4)
-        for at in range(k, k + LDMATRIX_K, 8):
-            first = at * self.bits // 8
-            chunk = first // 16 * 16
-            for h in range(2):
-                offset = offset_along_k(
-                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n
-                )
-                address = stage + offset + (first - chunk) + inside
-                words.append(instruction(self.code + " {$w0}, [{$r0}];", address))
-        return words
-
-    def index(self, k, h, i):
-        """Returns which word holds what wgmma wants from `k` on: (h, first or second 8 of K)."""
-        return k // 4 + 2 * i + h
-
-
-class LoadsAlongN:
-    """Loads of what is stored (K, N), by ldmatrix: 16 bits along N of 32 of K."""
-
-    words = 4
-
-    def __init__(self, spec, held):
-        self.spec, self.held = spec, held
-
-    def start(self, position, lane, column):
-        slab = (column + self.held.slab(position)) * self.held.bits // 8
-        return offset_along_n(lane, slab, self.spec.b_box.swizzle, self.spec.tile_k)
-
-    def load(self, raw, stage, span, k):
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Uint32] * self.words,
-            read_only_args=[stage + raw.starts[span] + k * self.spec.b_box.swizzle],
-        )
-
-    def index(self, k, h, i):
-        return k // 8 + i
+def even(offset):
+    """Returns the offset of a thread's first column of D as one of pairs."""
+    return cute.assume(offset, divby=2)
 
 
 @dataclass(frozen=True)
@@ -134,16 +69,19 @@ class ConversionView:
     columns: tuple  # for each block the number of its B, and there a thread's two columns
     written: Any  # a thread's first element of the exchange, as `sums` has them
     read: Any  # the same as `acc` has them: (2, 2, columns / 8)
-    barrier: Any  # the warpgroup's
+    barrier: Any  # of the threads that exchange sums
+    warpgroup: Any
 
 
 class RegisterConsumer(SharedConsumer):
     """Math warpgroups that convert B in registers."""
 
+    step = 1  # stages from one of a warpgroup to its next
+
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
         along_k = spec.b_major == "k"
-        self.blocks = spec.columns_per_warpgroup // BLOCK
+        self.blocks = spec.converted_columns // BLOCK
         of_each = self.blocks // spec.graph.accumulators
         self.held = Held.of(DTYPES[spec.b_dtype].bits, of_each, along_k=along_k)
         self.spans = range(self.blocks // self.held.joined)
@@ -176,7 +114,7 @@ class RegisterConsumer(SharedConsumer):
             .partition_shape_C((s.d_tile_m, s.columns_per_warpgroup)),
             Float32,
         )
-        shape = thr_mma.partition_shape_C((s.columns_per_warpgroup, s.tile_m))
+        shape = thr_mma.partition_shape_C((s.converted_columns, s.tile_m))
         sums = cute.make_rmem_tensor(shape, Float32)
         totals = cute.make_rmem_tensor(shape, Float32) if s.k_group else sums
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -184,19 +122,34 @@ class RegisterConsumer(SharedConsumer):
         of_span = [self.span_column(warpgroup_index, span) for span in self.spans]
         starts = tuple(self.loads.start(position, lane, column) for column in of_span)
         base = Int32(stages.sB.iterator.toint())
-        exchange = stages.exchange + warpgroup_index * (EPI_TILE_M * EXCHANGE_PITCH)
+        written, read = self.exchange_of(stages, warpgroup_index, position)
         return ConversionView(
             Raw(position, base, starts), tCrB, acc, sums, totals,
             scales=stages.sS,
             columns=tuple(
                 self.columns_of(warpgroup_index, block, position) for block in range(self.blocks)
             ),
-            written=exchange
-            + (first_column(position) * EXCHANGE_PITCH
-               + self.held.column(position, 0, 0) % EXCHANGE_COLUMNS),
-            read=exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
-            barrier=pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup_index, WARPGROUP),
+            written=written,
+            read=read,
+            barrier=self.exchange_barrier(warpgroup_index),
+            warpgroup=warpgroup_index,
         )  # fmt: skip
+
+    def exchange_of(self, stages, warpgroup_index, position):
+        """Returns `written` and `read` of a `ConversionView`."""
+        exchange = stages.exchange + warpgroup_index * (EPI_TILE_M * EXCHANGE_PITCH)
+        column = self.held.column(position, 0, 0) % EXCHANGE_COLUMNS
+        return (
+            exchange + self.aligned(first_column(position) * EXCHANGE_PITCH + column),
+            exchange + even(first_row(position) * EXCHANGE_PITCH + first_column(position)),
+        )
+
+    def aligned(self, offset):
+        """Returns the offset of a thread's first column as one of vectors of its `neighbours`."""
+        return cute.assume(offset, divby=self.held.neighbours)
+
+    def exchange_barrier(self, warpgroup_index):
+        return pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup_index, WARPGROUP)
 
     def span_column(self, warpgroup_index, span):
         """Returns the first column, in a stage, of a span: those of gate come first."""
@@ -217,11 +170,11 @@ class RegisterConsumer(SharedConsumer):
 
     def multiply(self, view, ring, state, coords, on_issued):
         if self.spec.k_group:
-            state = self._accumulate_groups(view, ring, state, coords.k_tiles, on_issued)
-        else:
-            state = self._accumulate(view, ring, state, coords.k_tiles, on_issued)
-        self._turn(view)
-        return state
+            return self._accumulate_groups(view, ring, state, coords.k_tiles, on_issued)
+        return self._accumulate(view, ring, state, coords.k_tiles, on_issued)
+
+    def sums(self, view):
+        return view.totals
 
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
@@ -237,24 +190,30 @@ class RegisterConsumer(SharedConsumer):
         self._load_stage(view, words, state.index)
         following = self.following(state, k_tiles > 1)
         self._multiply_stage(mma, view, (fragments, words), ring, state, following, None)
-        state.advance()
+        state = self.after(state)
         for i in cutlass.range(1, k_tiles, unroll=1):
             following = self.following(state, i + 1 < k_tiles)
             self._multiply_stage(
                 mma, view, (fragments, words), ring, state, following,
-                lambda: self.release(ring, release),
+                partial(self.release, ring, release),
             )  # fmt: skip
-            state.advance()
-            release.advance()
+            state = self.after(state)
+            release = self.after(release)
         on_issued()
         warpgroup.wait_group(0)
         self.release(ring, release)
         return state
 
-    def following(self, state, exists):
-        """Returns the state of the next stage of a tile; `state` where this one is the last."""
+    def after(self, state):
+        """Returns the state of a warpgroup's next stage."""
         after = state.clone()
-        after.advance()
+        for _ in range(self.step):
+            after.advance()
+        return after
+
+    def following(self, state, exists):
+        """Returns the same within a tile; `state` where this one is the last."""
+        after = self.after(state)
         return pipeline.PipelineState(
             self.spec.num_stages, Int32(0),
             select_(exists, after.index, state.index), select_(exists, after.phase, state.phase),
@@ -268,7 +227,7 @@ class RegisterConsumer(SharedConsumer):
     def make_fragments(self):
         """Returns registers for B as wgmma reads it, of each group in flight, each 16 of its K."""
         mma = self.make_swapped_mma()
-        shape = mma.get_slice(0).partition_shape_A((self.spec.columns_per_warpgroup, MMA_K))
+        shape = mma.get_slice(0).partition_shape_A((self.spec.converted_columns, MMA_K))
         make = partial(cute.make_rmem_tensor, shape, CUTE_DTYPE[self.spec.a_dtype])
         return [[make() for _ in range(OF_GROUP)] for _ in range(IN_FLIGHT)]
 
@@ -286,7 +245,8 @@ class RegisterConsumer(SharedConsumer):
         self.before_read()
         # Asked long before it is needed, as the answer takes time. Not of few stages: of two the
         # following one is that before, not released yet, and of three it has just begun to load.
-        there = ring.consumer_try_wait(following) if self.spec.num_stages > 3 else None
+        many = self.spec.num_stages > 3 * self.step
+        there = ring.consumer_try_wait(following) if many else None
         for group in range(self.spec.tile_k // LDMATRIX_K):
             if release_previous or group >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)
@@ -378,7 +338,7 @@ class RegisterConsumer(SharedConsumer):
                 at, scale = block * values + v, scales[block][v // 2 % 2]
                 view.totals[at] = cute.math.fma(view.sums[at], scale, view.totals[at])
 
-    def _turn(self, view):
+    def settle(self, view):
         """Moves the sums of D transposed to the accumulators of D, 64 rows by 32 columns a time."""
         chunks = self.held.joined * BLOCK // EXCHANGE_COLUMNS
         for row_block in range(self.spec.d_tile_m // EPI_TILE_M):
@@ -396,20 +356,39 @@ class RegisterConsumer(SharedConsumer):
     ):  # fmt: skip
         """Writes rows of D of those columns of a span that one or two of the warps hold."""
         if view.raw.position.warp // writers == chunk:
-            of_block, rows = self.spec.tile_m // 2, min(EPI_TILE_M, self.spec.tile_m)
-            origin = Position(0, 0, 0)
-            for inside in range(self.held.joined):
-                block = span * self.held.joined + inside
-                for v in range(rows // 2):
-                    row = nth_column(0, v // 4 * 2 + v % 2)
-                    column = self.held.column(origin, inside, v // 2 % 2)
-                    value = view.totals[block * of_block + row_block * (EPI_TILE_M // 2) + v]
-                    value = value * (1 / self.conversion.unit)
-                    cute.arch.store(view.written + (row * EXCHANGE_PITCH + column), value)
+            self._write_span(view, view.written, row_block, span)
+
+    def _write_span(self, view, written, row_block, span):
+        """Writes up to 64 rows of D of a thread's columns of a span, neighbours together."""
+        columns = list(product(range(self.held.joined), range(2)))  # block of the span, h
+        count = self.held.neighbours
+        for i in range(min(EPI_TILE_M, self.spec.tile_m) // 4):
+            for first in range(0, len(columns), count):
+                vector = cute.make_rmem_tensor((count,), Float32)
+                for j, (inside, h) in enumerate(columns[first : first + count]):
+                    vector[j] = self._total(view, row_block, span, inside, i, h)
+                column = self.held.column(Position(0, 0, 0), *columns[first])
+                at = written + (nth_column(0, i) * EXCHANGE_PITCH + column)
+                cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(count)))
+
+    def _total(self, view, row_block, span, inside, i, h):
+        """Returns a thread's sum of its i-th row of a row block."""
+        block = span * self.held.joined + inside
+        first = block * (self.spec.tile_m // 2) + row_block * (EPI_TILE_M // 2)
+        return view.totals[first + i // 2 * 4 + 2 * h + i % 2]
 
     def _read(self, view, row_block, chunk):
         of_rows, of_chunk = self.spec.columns_per_warpgroup // 2, EXCHANGE_COLUMNS // 2
-        for v in range(of_chunk):
-            row, column = nth_row(0, v // 2 % 2), nth_column(0, v // 4 * 2 + v % 2)
-            value = cute.arch.load(view.read + (row * EXCHANGE_PITCH + column), Float32)
-            view.acc[row_block * of_rows + chunk * of_chunk + v] = value
+        first = row_block * of_rows + chunk * of_chunk
+        for v in range(0, of_chunk, 2):
+            pair = self.read_pair(view.read, v)
+            for i in range(2):
+                view.acc[first + v + i] = pair[i] * (1 / self.conversion.unit)
+
+    def read_pair(self, read, v):
+        """Returns what the exchange has for a thread's v-th value of a chunk, and for the next."""
+        row, column = nth_row(0, v // 2 % 2), nth_column(0, v // 4 * 2 + v % 2)
+        pair, layout = cute.make_rmem_tensor((2,), Float32), cute.make_layout(2)
+        at = read + (row * EXCHANGE_PITCH + column)
+        cute.autovec_copy(cute.make_tensor(at, layout), pair)
+        return pair

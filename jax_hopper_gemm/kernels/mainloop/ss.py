@@ -62,6 +62,12 @@ class SharedConsumer:
             scales=args.scales,
         )  # fmt: skip
 
+    def sums(self, view):
+        return view.acc
+
+    def settle(self, view):
+        """Nothing: `acc` are the accumulators that the epilogue reads."""
+
     def make_accumulators(self):
         """Returns `acc` and `sums` of a `MathView`."""
         acc = self.make_registers(self.acc_dtype, self.spec.rows_per_warpgroup, self.spec.tile_n)

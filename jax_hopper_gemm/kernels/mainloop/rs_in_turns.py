@@ -1,0 +1,95 @@
+"""The consumer that converts B where a tile has 64 columns: two warpgroups take turns at k-tiles.
+
+Both multiply the same columns, one the even k-tiles of a tile and one the odd. In the end each
+writes its sums to shared memory, and adds up those of both of half the columns, which it stores. So
+a product of few columns and a long K has a tile for each SM, and no SM waits for another's sums.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
+
+from ...gemm.spec import EXCHANGE_COLUMNS, EXCHANGE_PITCH
+from ...gemm.wgmma_fragment import first_column, first_row
+from ..shared_memory import WARPGROUP, BarrierId
+from .ring import skip_tile
+from .rs import BLOCK, RegisterConsumer, even
+
+
+def clear(registers):
+    """Makes zeros of registers. NOTE: `fill` does not compile behind a branch."""
+    for v in range(cute.size(registers)):
+        registers[v] = 0.0
+
+
+class InTurnsConsumer(RegisterConsumer):
+    """Math warpgroups that have the same columns, and every other k-tile."""
+
+    def __init__(self, spec, atom_layout_m, before_read):
+        super().__init__(spec, atom_layout_m, before_read)
+        self.step = spec.math_warpgroups
+        self.of_chunk = spec.tile_m * EXCHANGE_PITCH  # floats of `EXCHANGE_COLUMNS`, of all rows
+        self.of_warpgroup = spec.tile_n // EXCHANGE_COLUMNS * self.of_chunk
+
+    def place_of(self, warpgroup_index, block):
+        return block, 0
+
+    def exchange_of(self, stages, warpgroup_index, position):
+        """As its parent. Sums of the first warpgroup come first; a warp has those of one chunk."""
+        column = self.held.column(position, 0, 0)
+        chunk, inside = column // EXCHANGE_COLUMNS, column % EXCHANGE_COLUMNS
+        written = warpgroup_index * self.of_warpgroup + chunk * self.of_chunk + inside
+        read = warpgroup_index * self.of_chunk + first_row(position) * EXCHANGE_PITCH
+        return (
+            stages.exchange + self.aligned(written + first_column(position) * EXCHANGE_PITCH),
+            stages.exchange + even(read + first_column(position)),
+        )
+
+    def exchange_barrier(self, warpgroup_index):
+        return pipeline.NamedBarrier(BarrierId.MATH, self.spec.math_warpgroups * WARPGROUP)
+
+    def multiply(self, view, ring, state, coords, on_issued):
+        own = (coords.k_tiles + 1 - view.warpgroup) >> 1
+        self._accumulate_own(view, ring, self.first_of(state, view.warpgroup), own, on_issued)
+        return skip_tile(self.spec, state, coords)
+
+    def first_of(self, state, warpgroup_index):
+        """Returns the state of a warpgroup's first stage of a tile."""
+        after = state.clone()
+        after.advance()
+        second = warpgroup_index == 1
+        return pipeline.PipelineState(
+            self.spec.num_stages, Int32(0),
+            select_(second, after.index, state.index), select_(second, after.phase, state.phase),
+        )  # fmt: skip
+
+    @cute.jit
+    def _accumulate_own(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
+        clear(view.totals)
+        if k_tiles > 0:
+            state = self._accumulate(view, ring, state, k_tiles, on_issued)
+        return state
+
+    def settle(self, view):
+        of_block = BLOCK // EXCHANGE_COLUMNS * self.of_chunk
+        for block in range(self.blocks):
+            self._write_span(view, view.written + block * of_block, 0, block)
+        view.barrier.arrive_and_wait()
+        clear(view.acc)
+        self._add(view, of_block)
+        view.barrier.arrive_and_wait()
+
+    @cute.jit
+    def _add(self, view, of_block: cutlass.Constexpr):
+        """Adds up what a warp has of the tile's rows: 16 of 64."""
+        if view.raw.position.warp < self.spec.tile_m // 16:
+            values = EXCHANGE_COLUMNS // 2
+            for block in range(self.blocks):
+                for v in range(0, values, 2):
+                    read = view.read + block * of_block
+                    pairs = [self.read_pair(read + i * self.of_warpgroup, v) for i in range(2)]
+                    for i in range(2):
+                        total = (pairs[0][i] + pairs[1][i]) * (1 / self.conversion.unit)
+                        view.acc[block * values + v + i] = total
