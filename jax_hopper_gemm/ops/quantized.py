@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.dtypes import WEIGHTS, one_of
 from ..gemm.spec import K_GROUPS, PROMOTION_K
 from ..lowering.launch_operands import pack
 from ..primitives.quantize import quantized, quantized_between
+from ..primitives.scaled_dot import scale_of_each
 from ..primitives.widen import unpack
 from . import checks
 
@@ -229,6 +229,5 @@ def spread(scale: jax.Array, blocks: Sequence[int], shape: Sequence[int]) -> jax
     """
     for axis, block in enumerate(blocks):
         if block in BLOCKS:
-            each = jnp.repeat(scale, block, axis)
-            scale = lax.slice_in_dim(each, 0, shape[axis], axis=axis)
+            scale = scale_of_each(scale, block, axis, shape[axis])
     return scale

@@ -83,7 +83,7 @@ def _matrices(shape: Sequence[int], scale: Any, contracted: int) -> tuple[int, .
     return *lead, prod(shape[: len(shape) - contracted]) // prod(lead), k
 
 
-def _spread(scale: jax.Array, block: int, axis: int, extent: int) -> jax.Array:
+def scale_of_each(scale: jax.Array, block: int, axis: int, extent: int) -> jax.Array:
     """Returns the scale of each of `extent` elements along an axis, of which `block` share one."""
     if isinstance(extent, int):
         return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
@@ -95,8 +95,8 @@ def _spread(scale: jax.Array, block: int, axis: int, extent: int) -> jax.Array:
 def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
     """Returns an operand times its scales, in float32."""
     *lead, rows, k = _matrices(values.shape, scale, contracted)
-    each = _spread(scale, block_of(rows, scale.shape[-2]), -2, rows)
-    each = _spread(each, PROMOTION_K, -1, k)
+    each = scale_of_each(scale, block_of(rows, scale.shape[-2]), -2, rows)
+    each = scale_of_each(each, PROMOTION_K, -1, k)
     matrices = values.astype(jnp.float32).reshape(*lead, rows, k)
     return (matrices * each).reshape(values.shape)
 
