@@ -17,9 +17,9 @@ class Integers:
 
     def widen(self, pairs, place):
         """Returns two numbers, which begin at a bit of the halves of a register, as A's dtype."""
-        return self.numbers.widen(pairs, place, self._pick, self._fma)
+        return self.numbers.widen(pairs, place, self._masked, self._fma)
 
-    def _pick(self, x, mask, flip):
+    def _masked(self, x, mask, flip):
         # One instruction, which the compiler would make two of: 0x6a is the table of (a & b) ^ c.
         code = f"lop3.b32 {{$w0}}, {{$r0}}, {mask:#x}, {flip:#x}, 0x6a;"
         return instruction(code, x)
