@@ -54,7 +54,8 @@ from jax_hopper_gemm.dispatch.tuner import Candidate
 from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
-from jax_hopper_gemm.gemm.spec import SWIZZLE_BYTES, GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.tma_box import SWIZZLE_BYTES
 from jax_hopper_gemm.testing import benchmark, shapes
 
 RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with

@@ -27,7 +27,8 @@ from support.cubin_samples import run_python
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.sass import SassFacts, find_nvdisasm, sass_facts
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
+from jax_hopper_gemm.gemm.smem import SMEM_LIMIT
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 skip_without_compiler()
 

@@ -12,7 +12,7 @@ from support import policies
 from support.compiling import code_of, skip_without_compiler
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT
+from jax_hopper_gemm.gemm.smem import SMEM_LIMIT
 
 skip_without_compiler()
 

@@ -18,7 +18,8 @@ from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
+from jax_hopper_gemm.gemm.smem import SMEM_LIMIT
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
 pytestmark = pytest.mark.pure

@@ -12,7 +12,9 @@ from support.graphs import EIGHT_BIT
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
-from jax_hopper_gemm.gemm.spec import CACHED_OF, SMEM_LIMIT, GemmSpec, TmaBox
+from jax_hopper_gemm.gemm.smem import SMEM_LIMIT, barrier_bytes, loaded_bytes, scratch_bytes
+from jax_hopper_gemm.gemm.spec import CACHED_OF, GemmSpec
+from jax_hopper_gemm.gemm.tma_box import TmaBox
 
 pytestmark = pytest.mark.pure
 
@@ -172,7 +174,7 @@ def test_grouped_kernels_are_their_own(change):
     axis = spec.grouped
     assert spec.name.startswith(f"jhg_grouped_{axis}_" + ("gather_a_" if spec.gathered else ""))
     assert max_accumulators(spec) == (176 if spec.gathered else 192) < max_accumulators(LARGE)
-    assert spec.barrier_bytes > LARGE.barrier_bytes and spec.smem_bytes == LARGE.smem_bytes
+    assert barrier_bytes(spec) > barrier_bytes(LARGE) and spec.smem_bytes == LARGE.smem_bytes
 
 
 def test_an_epilogue_takes_registers_from_the_accumulators():
@@ -248,11 +250,11 @@ def test_shared_memory_of_an_epilogue_is_staged_loaded_and_scratch():
     assert violations(spec) == []
     assert spec.epi_stage_bytes == 64 * 32 * (2 + 4)
     # A row of 32 bfloat16 is padded to 128 bytes; a column has 64 rows.
-    assert [spec.loaded_bytes(o) for o in BUSY.loaded] == [128, 64 * 4, 64 * 32 * 4]
-    assert spec.scratch_bytes == 2 * 2 * 4 * 32 * 4  # warpgroups, turns, warps, columns
-    assert spec.barrier_bytes == 16 * (3 + 2 * 3)
+    assert [loaded_bytes(spec, o) for o in BUSY.loaded] == [128, 64 * 4, 64 * 32 * 4]
+    assert scratch_bytes(spec) == 2 * 2 * 4 * 32 * 4  # warpgroups, turns, warps, columns
+    assert barrier_bytes(spec) == 16 * (3 + 2 * 3)
     staged, loaded = 2 * 2 * spec.epi_stage_bytes, 2 * 3 * (128 + 256 + 8192)
-    assert spec.smem_bytes == 3 * 32768 + staged + loaded + spec.scratch_bytes + 512
+    assert spec.smem_bytes == 3 * 32768 + staged + loaded + scratch_bytes(spec) + 512
 
 
 def test_a_gated_tile_shares_its_columns_between_gate_and_up():

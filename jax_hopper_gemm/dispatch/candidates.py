@@ -22,7 +22,8 @@ from ..gemm.legality import configuration_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
-from ..gemm.spec import SMEM_LIMIT, GemmSpec
+from ..gemm.smem import SMEM_LIMIT
+from ..gemm.spec import GemmSpec
 from ..gemm.type_legality import GATHERABLE
 from .configs import (
     CONFIGS,

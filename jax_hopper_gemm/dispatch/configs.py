@@ -15,7 +15,8 @@ from typing import Literal, get_args
 from ..gemm.legality import CLUSTERS
 from ..gemm.problem import VarlenAxis
 from ..gemm.raster import RasterOrder
-from ..gemm.spec import SWIZZLE_BYTES, GemmSpec, TileScheduler, WarpSchedule
+from ..gemm.spec import GemmSpec, TileScheduler, WarpSchedule
+from ..gemm.tma_box import SWIZZLE_BYTES
 
 RASTER_ORDERS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
 

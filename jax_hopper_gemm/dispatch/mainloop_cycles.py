@@ -8,7 +8,9 @@ from __future__ import annotations
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.problem import GemmProblem, MatrixLayout
-from ..gemm.spec import PART_BUFFERS, GemmSpec, TmaBox
+from ..gemm.smem import PART_BUFFERS
+from ..gemm.spec import GemmSpec
+from ..gemm.tma_box import TmaBox
 from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_CYCLE
 from .expected_tiles import equal_groups
 from .several import divisor, each, least, most, where

@@ -17,7 +17,8 @@ from ..gemm.dtypes import converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.problem import GemmProblem, plain_graph
 from ..gemm.problem_type import ProblemType
-from ..gemm.spec import SMEM_LIMIT, GemmSpec
+from ..gemm.smem import SMEM_LIMIT
+from ..gemm.spec import GemmSpec
 from .candidates import (
     MAX_STAGES,
     MIN_STAGES,

@@ -13,7 +13,8 @@ from .k_split import KSplit, make_k_split, split_of
 from .offsets import ZeroRows
 from .problem import GemmProblem
 from .raster import RasterOrder
-from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec
+from .smem import EPI_TILE_M
+from .spec import TMA_ALIGNMENT, GemmSpec
 
 STRANDED_SMS = 12  # that clusters of four cannot use
 

@@ -14,17 +14,9 @@ from .bf16_parts import BLOCK_N, RUN_K, TILE_K
 from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
-from .spec import (
-    EPI_TILE_M,
-    EXCHANGE_COLUMNS,
-    PROMOTION_K,
-    SMEM_BARRIERS,
-    SMEM_LIMIT,
-    SWIZZLE_BYTES,
-    GemmSpec,
-    TileScheduler,
-    WarpSchedule,
-)
+from .smem import EPI_TILE_M, EXCHANGE_COLUMNS, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes
+from .spec import PROMOTION_K, GemmSpec, TileScheduler, WarpSchedule
+from .tma_box import SWIZZLE_BYTES
 from .type_legality import type_violations
 
 MAX_TILE_N = 256  # columns of one wgmma
@@ -299,5 +291,5 @@ def memory_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"epi_stages {s.epi_stages} is under 2"
     if s.smem_bytes > SMEM_LIMIT:
         yield f"{s.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
-    if s.barrier_bytes > SMEM_BARRIERS:
-        yield f"{s.barrier_bytes} bytes of barriers; there is room for {SMEM_BARRIERS}"
+    if barrier_bytes(s) > SMEM_BARRIERS:
+        yield f"{barrier_bytes(s)} bytes of barriers; there is room for {SMEM_BARRIERS}"

@@ -8,33 +8,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
-from . import simt
-from .bf16_parts import accumulator_sets, num_parts
+from . import simt, smem
+from .bf16_parts import accumulator_sets
 from .conversion import BLOCK
 from .dtypes import DTYPES, converts
-from .epilogue_graph import EpilogueGraph, Operand
+from .epilogue_graph import EpilogueGraph
+from .kernel_name import kernel_name
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
 from .problem import Major, VarlenAxis, plain_graph
+from .smem import EPI_TILE_M
+from .tma_box import TmaBox, make_box
 
-SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
-SWIZZLE_BYTES = 128  # of the widest swizzle: a row of operands along K
-SMEM_ALIGNMENT = 1024  # bytes: where that swizzle repeats
-SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
-GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
-SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
-EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 MAX_SUM_COLUMNS = 192  # of promoted sums that fit beside a tile's accumulators, of as many columns
 MAX_SCALED_COLUMNS = 176  # the same where each column has a scale of its own
 SCALES_ALIGNMENT = 4  # float32 numbers: copies of block scales begin at multiples, of 16 bytes
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
-PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
-EXCHANGE_COLUMNS = 32  # of D that a warpgroup turns at a time, see `mainloop.rs`
-EXCHANGE_PITCH = EXCHANGE_COLUMNS + 4  # float32 from one of the rows to the next
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -54,19 +47,6 @@ SCHEDULING: dict[TileScheduler, Scheduling] = {
     "static": Scheduling(),
     "dynamic": Scheduling(dynamic=True, mailbox_bytes=72),
 }
-
-
-@dataclass(frozen=True)
-class TmaBox:
-    """What one TMA copy moves: `contiguous` elements by `other`, in a `swizzle`-byte pattern.
-
-    A box is as wide as the swizzle and as long as the tile, so a wider tile takes several. CTAs
-    of a cluster that share a tile each load a part of every box and multicast it.
-    """
-
-    contiguous: int
-    other: int
-    swizzle: int
 
 
 # By field, the one cached property of a `GemmSpec` that depends on it.
@@ -158,12 +138,16 @@ class GemmSpec:
         return self.tile_n // self.graph.accumulators
 
     @property
+    def scheduling(self) -> Scheduling:
+        return SCHEDULING[self.tile_scheduler]
+
+    @property
     def persistent(self) -> bool:
-        return SCHEDULING[self.tile_scheduler].persistent
+        return self.scheduling.persistent
 
     @property
     def dynamic(self) -> bool:
-        return SCHEDULING[self.tile_scheduler].dynamic
+        return self.scheduling.dynamic
 
     @cached_property
     def math_warpgroups(self) -> int:
@@ -339,40 +323,29 @@ class GemmSpec:
         """Elements of K that one wgmma multiplies."""
         return DTYPES["bfloat16" if self.bf16_terms else self.a_dtype].mma_k
 
-    @property
-    def parts_bytes(self) -> int:
-        """Bytes of B's bfloat16 parts where the kernel cuts it; those of A are in registers."""
-        if not self.cuts_operands:
-            return 0
-        part = self.tile_n * self.tile_k * DTYPES["bfloat16"].itemsize
-        return PART_BUFFERS * num_parts(self.bf16_terms) * part
-
     @cached_property
     def stage_bytes(self) -> int:
-        """Bytes of one A/B stage."""
-        if self.simt_width:
-            return simt.stage_bytes(self)
-        a, b = DTYPES[self.a_dtype], DTYPES[self.b_dtype]
-        operands = a.nbytes(self.tile_m * self.tile_k) + b.nbytes(self.tile_n * self.tile_k)
-        return operands + self.scale_stage_bytes
+        return smem.stage_bytes(self)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales that a stage gets: of B, or of a tile's rows and columns."""
-        if self.a_block:
-            return 4 * sum(self.scales_of_lines)
-        return 4 * self.tile_n * (self.tile_k // self.k_group) if self.k_group else 0
+        return smem.scale_bytes(self)
 
     @property
-    def scale_stage_bytes(self) -> int:
-        """Bytes that are set aside for them."""
-        return -(-self.scale_bytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+    def parts_bytes(self) -> int:
+        return smem.parts_bytes(self)
 
-    @property
-    def exchange_bytes(self) -> int:
-        """Bytes in which math warpgroups turn their accumulators, where B is converted."""
-        nbytes = 4 * EPI_TILE_M * EXCHANGE_PITCH
-        return self.math_warpgroups * nbytes if self.converts_b else 0
+    @cached_property
+    def epi_stage_bytes(self) -> int:
+        return smem.epi_stage_bytes(self)
+
+    @cached_property
+    def load_stage_bytes(self) -> int:
+        return smem.load_stage_bytes(self)
+
+    @cached_property
+    def smem_bytes(self) -> int:
+        return smem.total_bytes(self)
 
     def stored_b(self, columns: int, k: int) -> tuple[int, int]:
         """Returns the extents of a part of B, (N, K), where `packed` elements count as one."""
@@ -380,73 +353,18 @@ class GemmSpec:
         return (columns, k // packed) if self.b_major == "k" else (columns // packed, k)
 
     @cached_property
-    def epi_stage_bytes(self) -> int:
-        """Bytes of one staged epilogue tile of one math warpgroup, of all results together."""
-        elements = EPI_TILE_M * self.epi_tile_n
-        return elements * sum(DTYPES[result.dtype].itemsize for result in self.graph.matrices)
-
-    @cached_property
-    def load_stage_bytes(self) -> int:
-        """Bytes of one epilogue tile of one math warpgroup of all operands that are loaded."""
-        return sum(map(self.loaded_bytes, self.graph.loaded))
-
-    def loaded_bytes(self, operand: Operand) -> int:
-        """Returns the bytes that one epilogue tile of an operand takes in shared memory."""
-        if operand.kind == "matrix":
-            return EPI_TILE_M * self.epi_tile_n * DTYPES[operand.dtype].itemsize
-        row = operand.kind == "row"
-        elements = self.epi_tile_n if row else self.column_elements(operand.dtype)
-        nbytes = elements * DTYPES[operand.dtype].itemsize
-        return -(-nbytes // SMEM_VECTOR) * SMEM_VECTOR
-
-    def column_elements(self, dtype: str) -> int:
-        """Returns how many elements of a column one copy brings: those of 64 rows.
-
-        Where tiles begin at any row, the copy begins at the multiple of 16 bytes before them.
-        """
-        return EPI_TILE_M + (TMA_ALIGNMENT // DTYPES[dtype].itemsize if self.grouped == "m" else 0)
-
-    @cached_property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of a launch, its parts in this order.
-
-        Stages of A and B, of B's scales; bfloat16 parts of B; where accumulators are turned; for
-        each matrix of the results its staged tiles; for each operand that is loaded its tiles,
-        matrices first; scratch; barriers.
-        """
-        ring = self.num_stages * self.stage_bytes + self.parts_bytes
-        if self.simt_width:
-            return ring
-        staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
-        loaded = self.math_warpgroups * self.epi_load_stages * self.load_stage_bytes
-        return ring + self.exchange_bytes + staged + loaded + self.scratch_bytes + SMEM_BARRIERS
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes in which the four warps of a warpgroup add up columns, in two turns."""
-        sums = sum(result.kind == "column_sum" for result in self.graph.results)
-        return sums * self.math_warpgroups * 2 * 4 * self.epi_tile_n * 4
-
-    @property
-    def barrier_bytes(self) -> int:
-        """Bytes in use: barriers of A and B and of the epilogue's operands, the mailbox."""
-        rings = self.num_stages + self.math_warpgroups * self.epi_load_stages
-        mailbox = SCHEDULING[self.tile_scheduler].mailbox_bytes
-        return 16 * rings + (GROUPED_MAILBOX_BYTES if self.grouped else mailbox)
-
-    @cached_property
     def a_box(self) -> TmaBox:
-        return _box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.a_dtype)
+        return make_box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.a_dtype)
 
     @cached_property
     def b_box(self) -> TmaBox:
         """The box of B, or of each of a gated product's B's."""
         columns, k = self.stored_b(self.d_tile_n, self.tile_k)
-        return _box(self.b_major == "k", columns, k, self.cluster_m, self.b_dtype)
+        return make_box(self.b_major == "k", columns, k, self.cluster_m, self.b_dtype)
 
     def epi_box(self, dtype: str) -> TmaBox:
         """Returns the box of an epilogue tile: D's, another result's, an operand's."""
-        return _box(self.d_major == "n", EPI_TILE_M, self.epi_tile_n, 1, dtype)
+        return make_box(self.d_major == "n", EPI_TILE_M, self.epi_tile_n, 1, dtype)
 
     def varied(self, **fields: Any) -> GemmSpec:
         """Returns the kernel with other values of some of `CACHED_OF`'s fields.
@@ -461,45 +379,7 @@ class GemmSpec:
 
     @property
     def name(self) -> str:
-        """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
-        operands = dict.fromkeys((self.a_dtype, self.b_dtype))  # one name where they are the same
-        dtypes = "_".join(DTYPES[name].short for name in (*operands, self.d_dtype))
-        layout = ("t" if self.a_major == "k" else "n") + ("t" if self.b_major == "n" else "n")
-        kind = "gemm" if self.grouped is None else f"grouped_{self.grouped}"
-        if self.gathered:
-            kind += f"_gather_{self.gathered}"
-        if self.indexed:
-            kind += f"_index_{self.indexed}"
-        if self.a_block or self.b_block:
-            kind += f"_blocks_{self.a_block}_{self.b_block}"
-        elif self.promoted:
-            kind += "_promoted"
-        if self.k_group:
-            kind += f"_scales_{self.k_group}"
-        if self.nested:
-            kind += "_nested"
-        if self.split_k:
-            kind += "_split_k"
-        if self.bf16_terms:
-            kind += f"_bf16x{self.bf16_terms}"
-        if self.simt_width:
-            kind += f"_simt{self.simt_width}"
-        if self.rounds_operands:
-            kind += f"_{DTYPES[self.a_dtype].mma}"
-        if self.d_major == "m":
-            kind += "_transposed"
-        if self.loose_d:
-            kind += "_loose"
-        return (
-            f"jhg_{kind}_{dtypes}_{layout}"
-            f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
-            f"_{self.warp_schedule}_{self.tile_scheduler}"
-            f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
-            + (f"_l{self.epi_load_stages}" if self.epi_load_stages else "")
-            + ("_short" if self.short_boxes else "")
-            + (f"_stream_{self.evict_first}" if self.evict_first else "")
-            + (f"_{self.epilogue.label}" if self.epilogue else "")
-        )
+        return kernel_name(self)
 
     def to_json(self) -> str:
         """Returns canonical JSON: the same text for equal specs."""
@@ -513,11 +393,3 @@ class GemmSpec:
         if named.get("epilogue"):
             named["epilogue"] = EpilogueGraph.from_dict(named["epilogue"])
         return cls(**named)
-
-
-@lru_cache(maxsize=1024)
-def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
-    contiguous, other = (second, first) if second_is_contiguous else (first, second)
-    itemsize = DTYPES[dtype].itemsize
-    swizzle = next(width for width in (SWIZZLE_BYTES, 64, 32) if contiguous * itemsize % width == 0)
-    return TmaBox(swizzle // itemsize, other // shares, swizzle)

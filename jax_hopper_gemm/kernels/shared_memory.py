@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
-from ..gemm.spec import SMEM_ALIGNMENT, SMEM_BARRIERS
+from ..gemm.smem import SMEM_ALIGNMENT, SMEM_BARRIERS, barrier_bytes
 
 WARPGROUP = 128  # threads
 
@@ -47,8 +47,8 @@ class SharedMemory:
             f"{self.used} bytes are taken, spec says {spec.smem_bytes}"
         )
         in_use = 8 * sum(words.values())
-        assert in_use == spec.barrier_bytes <= SMEM_BARRIERS, (
-            f"{in_use} bytes of barriers, spec says {spec.barrier_bytes}"
+        assert in_use == barrier_bytes(spec) <= SMEM_BARRIERS, (
+            f"{in_use} bytes of barriers, spec says {barrier_bytes(spec)}"
         )
         starts = accumulate(words.values(), initial=0)
         return {user: first + start for user, start in zip(words, starts, strict=False)}

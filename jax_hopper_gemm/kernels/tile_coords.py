@@ -17,7 +17,7 @@ from ..gemm.group_search import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
 from ..gemm.k_split import place_of
 from ..gemm.kernel_params import BATCH_MODES
 from ..gemm.raster import tile_at
-from ..gemm.spec import EPI_TILE_M
+from ..gemm.smem import EPI_TILE_M
 from .warp import Warp
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis

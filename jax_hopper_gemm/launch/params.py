@@ -10,7 +10,8 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import SPAN_EXTENT
 from ..gemm.kernel_params import BATCH_MODES, ParamKind
 from ..gemm.problem import GemmProblem, MatrixLayout
-from ..gemm.spec import TMA_ALIGNMENT, TmaBox
+from ..gemm.spec import TMA_ALIGNMENT
+from ..gemm.tma_box import TmaBox
 
 # Values of CUtensorMapSwizzle in cuda.h.
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}

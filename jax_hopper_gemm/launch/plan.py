@@ -15,7 +15,9 @@ from ..gemm.group_search import GroupRaster
 from ..gemm.kernel_params import KernelSpec, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.raster import Raster, RasterOrder, make_raster
-from ..gemm.spec import GemmSpec, TmaBox
+from ..gemm.smem import column_elements
+from ..gemm.spec import GemmSpec
+from ..gemm.tma_box import TmaBox
 from .params import (
     Int32,
     Param,
@@ -299,7 +301,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             if operand.kind == "row":
                 extent, batches, box = p.n, p.l, spec.epi_tile_n
             else:
-                extent, batches, box = p.m, along_rows, spec.column_elements(operand.dtype)
+                extent, batches, box = p.m, along_rows, column_elements(spec, operand.dtype)
             dims, strides = batch_dims(batch_axes(p, layout, batches), operand.dtype)
             values[name] = TensorMap(
                 buffer, operand.dtype, (extent, *dims), strides, (box, *(1,) * len(dims)), swizzle=0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..gemm.dtypes import DTYPES
-from ..gemm.spec import SMEM_BARRIERS, SMEM_LIMIT, GemmSpec
+from ..gemm.smem import SMEM_BARRIERS, SMEM_LIMIT, loaded_bytes, scratch_bytes
+from ..gemm.spec import GemmSpec
 from .canvas import subplots
 from .fragments import ROWS
 
@@ -54,8 +55,8 @@ def shared_memory(spec: GemmSpec) -> list[Part]:
         for warpgroup in range(s.math_warpgroups):
             for stage in range(s.epi_load_stages):
                 name = f"{operand.kind} operand, warpgroup {warpgroup}, stage {stage}"
-                add("operand", name, s.loaded_bytes(operand))
-    add("scratch", "partial column sums", s.scratch_bytes)
+                add("operand", name, loaded_bytes(s, operand))
+    add("scratch", "partial column sums", scratch_bytes(s))
     add("barriers", "barriers", SMEM_BARRIERS)
     return parts
 

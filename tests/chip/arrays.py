@@ -17,7 +17,8 @@ from chip.problems import ITEMSIZE, Trial
 from chip.structs import ARRAY, DTYPES, KINDS, NODE, OPS, ROLES
 from jax_hopper_gemm.gemm.bf16_parts import num_parts
 from jax_hopper_gemm.gemm.dtypes import DTYPES as ROWS
-from jax_hopper_gemm.gemm.spec import EPI_TILE_M, PROMOTION_K
+from jax_hopper_gemm.gemm.smem import EPI_TILE_M
+from jax_hopper_gemm.gemm.spec import PROMOTION_K
 from jax_hopper_gemm.launch.plan import make_plan
 
 GUARD = 4096  # bytes between arrays, at least

@@ -22,7 +22,8 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec
+from jax_hopper_gemm.gemm.smem import EPI_TILE_M
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import tolerance
 
 _EXACT: dict[str, Callable[..., np.ndarray]] = {

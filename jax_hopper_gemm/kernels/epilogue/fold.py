@@ -24,7 +24,7 @@ from typing import Any
 from cutlass import Int64
 
 from ...gemm.offsets import element_offset
-from ...gemm.spec import EPI_TILE_M
+from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import ROW_LANES, first_row, line_of, nth_row, over_lanes
 from . import instructions as gpu
 

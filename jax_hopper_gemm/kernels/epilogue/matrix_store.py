@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.dtypes import QUANTIZED, names
-from ...gemm.spec import EPI_TILE_M
+from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP

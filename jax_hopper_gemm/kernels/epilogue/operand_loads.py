@@ -12,7 +12,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warp
 
-from ...gemm.spec import EPI_TILE_M, SMEM_VECTOR
+from ...gemm.smem import EPI_TILE_M, SMEM_VECTOR, column_elements, loaded_bytes
 from ...gemm.wgmma_fragment import (
     DividedPosition,
     first_column,
@@ -156,7 +156,7 @@ class LoadedVector(LoadedOperand):
 
     def __init__(self, spec, operand, number):
         super().__init__(spec, operand, number)
-        self.stride = spec.loaded_bytes(operand) * 8 // self.dtype.width  # of a buffer
+        self.stride = loaded_bytes(spec, operand) * 8 // self.dtype.width  # of a buffer
 
     def staged_layout(self):
         """Returns the layout (elements, buffers) of all warpgroups' slots."""
@@ -204,7 +204,7 @@ class LoadedSpanColumn(LoadedColumn):
     """
 
     def box_of(self, operand):
-        elements = self.spec.column_elements(operand.dtype)
+        elements = column_elements(self.spec, operand.dtype)
         self.step = elements - EPI_TILE_M  # elements of 16 bytes
         return (elements,)
 

@@ -11,7 +11,7 @@ math warpgroup or of all, in blocks of 64.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...gemm.spec import EPI_TILE_M
+from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import DividedPosition, first_column, first_row, nth_column, nth_row
 from .operand_ring import RingBarriers, RingReader
 

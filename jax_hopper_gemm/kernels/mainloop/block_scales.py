@@ -15,6 +15,7 @@ from cutlass import Float32, Int64
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
+from ...gemm.smem import scale_stage_bytes
 from ...gemm.spec import PROMOTION_K, SCALES_ALIGNMENT
 from ...gemm.wgmma_fragment import (
     DividedPosition,
@@ -75,7 +76,7 @@ class ScalesProducer(TmaProducer):
 
     @cute.jit
     def load_beside(self, view, slices, i, stage, full):
-        at = view[2][1].toint() + stage * self.spec.scale_stage_bytes
+        at = view[2][1].toint() + stage * scale_stage_bytes(self.spec)
         with cute.arch.elect_one():
             for source in slices[2]:
                 cute.arch.inline_ptx(
@@ -141,7 +142,7 @@ class ScaledConsumer(PromotedConsumer):
 
     def piece_scales(self, view, block, part, stage):
         """Returns those of a thread's rows, of columns by their numbers, and where others lie."""
-        s, offset = self.spec, stage * (self.spec.scale_stage_bytes // 4)
+        s, offset = self.spec, stage * (scale_stage_bytes(self.spec) // 4)
         rows = [
             _read(view.scales.rows[block] + (offset + nth_row(0, i)), 1)[0]
             for i in range(2 if s.a_block == 1 else 1)

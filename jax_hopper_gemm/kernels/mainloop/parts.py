@@ -40,7 +40,7 @@ from ...gemm.bf16_parts import (
     num_parts,
     products,
 )
-from ...gemm.spec import PART_BUFFERS
+from ...gemm.smem import PART_BUFFERS
 from ..shared_memory import WARPGROUP, BarrierId
 from .ss import MathView, SharedConsumer
 

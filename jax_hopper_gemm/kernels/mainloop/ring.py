@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ...gemm.bf16_parts import num_parts
-from ...gemm.spec import PART_BUFFERS, SMEM_ALIGNMENT
+from ...gemm.smem import PART_BUFFERS, SMEM_ALIGNMENT, exchange_bytes, scale_stage_bytes
 from ..dtypes import CUTE_DTYPE
 
 
@@ -60,18 +60,18 @@ def allocate_stages(spec, memory):
         layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
         return replace(stages, parts=memory.tensor(BFloat16, layout))
     if s.a_block:
-        pointer = memory.pointer(Float32, s.num_stages * s.scale_stage_bytes, SMEM_ALIGNMENT)
+        pointer = memory.pointer(Float32, s.num_stages * scale_stage_bytes(s), SMEM_ALIGNMENT)
         return replace(stages, scales=pointer)
     if not s.converts_b:
         return stages
-    sS, stage = (), s.scale_stage_bytes
+    sS, stage = (), scale_stage_bytes(s)
     if s.k_group:
         rows, groups = s.d_tile_n, s.tile_k // s.k_group
         layout = cute.make_layout((rows, groups, s.num_stages), stride=(1, rows, stage // 4))
         pointer = memory.pointer(Float32, s.num_stages * stage, SMEM_ALIGNMENT)
         parts = range(s.graph.accumulators)
         sS = tuple(cute.make_tensor(pointer + part * rows * groups, layout) for part in parts)
-    exchange = memory.pointer(Float32, s.exchange_bytes, SMEM_ALIGNMENT)
+    exchange = memory.pointer(Float32, exchange_bytes(s), SMEM_ALIGNMENT)
     return replace(stages, sS=sS, exchange=exchange)
 
 

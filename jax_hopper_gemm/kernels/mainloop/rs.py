@@ -31,7 +31,7 @@ from cutlass.cutlass_dsl import select_
 
 from ...gemm.conversion import BLOCK, LDMATRIX_K, MMA_K, Held
 from ...gemm.dtypes import DTYPES
-from ...gemm.spec import EPI_TILE_M, EXCHANGE_COLUMNS, EXCHANGE_PITCH
+from ...gemm.smem import EPI_TILE_M, EXCHANGE_COLUMNS, EXCHANGE_PITCH
 from ...gemm.wgmma_fragment import (
     Position,
     first_column,

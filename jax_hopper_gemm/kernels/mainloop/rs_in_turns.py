@@ -11,7 +11,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from ...gemm.spec import EXCHANGE_COLUMNS, EXCHANGE_PITCH
+from ...gemm.smem import EXCHANGE_COLUMNS, EXCHANGE_PITCH
 from ...gemm.wgmma_fragment import first_column, first_row
 from ..shared_memory import WARPGROUP, BarrierId
 from .ring import skip_tile

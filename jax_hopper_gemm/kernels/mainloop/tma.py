@@ -11,7 +11,7 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 
-from ...gemm.spec import TmaBox
+from ...gemm.tma_box import TmaBox
 from ..dtypes import CUTE_DTYPE
 from .ring import operand_smem_layout
 
