@@ -72,7 +72,7 @@ def test_a_cached_program_whose_kernel_is_gone_is_served_or_says_why_not(tmp_pat
         assert said == "right"
         assert list((tmp_path / "cold").glob("*.cubin"))
     else:
-        assert "no cubin of jhg_gemm_bf16_bf16" in said
+        assert "no cubin of jhg_gemm_" in said
         assert "JAX_HOPPER_GEMM_CUBINS" in said and str(tmp_path / "cold") in said
 
 
