@@ -272,8 +272,15 @@ def test_wrong_options_say_what_was_expected():
 
     with pytest.raises(ValueError, match="axis_name is 'model', expected an axis of the mesh"):
         call("model")
+    for wrong_axis in (0, ("tp", "tp")):
+        with pytest.raises(ValueError, match="axis_name is .*, expected an axis of the mesh"):
+            call(wrong_axis)
     with pytest.raises(ValueError, match="bias is f32\\[3\\], expected \\(4,\\)"):
         call("tp", bias=jnp.zeros(3))
+    with pytest.raises(ValueError, match="bias is c64\\[4\\], and the product is not complex"):
+        call("tp", bias=jnp.zeros(4, jnp.complex64))
+    with pytest.raises(ValueError, match="all_gather_matmul: activation returned f32\\[\\] for"):
+        call("tp", activation=jnp.sum)
     with pytest.raises(ValueError, match="activation is 'rleu'"):
         call("tp", activation="rleu")
     with pytest.raises(TypeError, match="activation is a int"):

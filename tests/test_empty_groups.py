@@ -1,4 +1,4 @@
-"""Grouped products without rows, columns or K: on the CPU, and lowered for CUDA."""
+"""Grouped products without groups, rows, columns or K: on the CPU, and lowered for CUDA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import jax_hopper_gemm as jhg
 
 G, K, N = 4, 64, 32
 SIZES = jnp.array([1, 0, 2, 3])
-EXTENTS = {"rows": (0, K, N), "K": (6, 0, N), "columns": (6, K, 0)}
+EXTENTS = {
+    "groups": (0, 6, K, N), "rows": (G, 0, K, N), "K": (G, 6, 0, N), "columns": (G, 6, K, 0),
+}  # fmt: skip
 
 
 def bias(x: Any, w: Any, sizes: Any) -> Any:
-    return jhg.ragged_dot(x, w, sizes, bias=jnp.ones((G, w.shape[2]), w.dtype))
+    return jhg.ragged_dot(x, w, sizes, bias=1 + jnp.sum(w, 1))
 
 
 def activation(x: Any, w: Any, sizes: Any) -> Any:
@@ -34,12 +36,19 @@ def gate(x: Any, w: Any, sizes: Any) -> Any:
     return jhg.gated_linear_unit(x, jnp.stack([w, w], 2), group_sizes=sizes)
 
 
+def contraction(x: Any, w: Any, sizes: Any) -> Any:
+    """A weight's gradient for each matrix, times the matrices: the shape of the others' results."""
+    numbers = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+    gradients = jhg.ragged_dot_general(x, x, sizes, numbers)
+    return jhg.ragged_dot(x, gradients @ w, sizes)
+
+
 @pytest.mark.parametrize("name", EXTENTS)
-@pytest.mark.parametrize("function", [bias, activation, picked, gate])
+@pytest.mark.parametrize("function", [bias, activation, picked, gate, contraction])
 def test_empty_products_follow_their_rule(function, name):
-    m, k, n = EXTENTS[name]
-    x, w = normal((m, k), jnp.bfloat16), normal((G, k, n), jnp.bfloat16)
-    sizes = SIZES if m else jnp.zeros(G, jnp.int32)
+    groups, m, k, n = EXTENTS[name]
+    x, w = normal((m, k), jnp.bfloat16), normal((groups, k, n), jnp.bfloat16)
+    sizes = SIZES[:groups] if m else jnp.zeros(groups, jnp.int32)
 
     def loss(x: Any, w: Any) -> Any:
         return jnp.sum(function(x, w, sizes).astype(jnp.float32) ** 2)
@@ -54,7 +63,7 @@ def test_empty_products_follow_their_rule(function, name):
     y, both, none, (dx, dw) = jax.jit(programs)(x, w)
     assert y.shape == (m, n) and both.shape == (2, m, n) and none.shape == (0, m, n)
     assert dx.shape == (2, *x.shape) and dw.shape == (2, *w.shape)
-    expected = np.ones((m, n)) if function is bias else np.zeros((m, n))
+    expected = np.ones((m, n)) if function is bias and groups else np.zeros((m, n))
     np.testing.assert_array_equal(np.float32(y), expected)
     assert not any(np.float32(d).any() for d in (dx, dw))
     program.lower(lowering_platforms=("cuda",))
@@ -69,3 +78,9 @@ def test_a_mixture_of_experts_may_have_no_tokens():
     gradients = jax.grad(loss, (0, 1, 2, 3))(*arrays)
     assert [x.shape for x in gradients] == [x.shape for x in arrays]
     assert not any(x.any() for x in gradients)
+
+
+def test_an_empty_batch_may_have_its_own_sizes():
+    numbers = jax.lax.RaggedDotDimensionNumbers((([2], [2]), ([0], [0])), [1], [1])
+    x, w, sizes = jnp.ones((0, 6, K)), jnp.ones((0, G, K, N)), jnp.ones((0, G), jnp.int32)
+    assert jhg.ragged_dot_general(x, w, sizes, numbers).shape == (0, 6, N)

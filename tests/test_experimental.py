@@ -69,7 +69,8 @@ def test_terms_broadcast_where_jax_does_not_promote_ranks():
     with jax.numpy_rank_promotion("raise"):
         y = jhg.matmul(A, B, bias=bias, residual=bias, c=bias, activation="relu")
         db = jax.grad(lambda b: jhg.matmul(A, B, bias=b, activation="gelu").sum())(bias)
-        z, _ = moe.mixture_of_experts(x, jnp.ones((16, 4)), *experts, experts_per_token=2)
+        arrays, expert_bias = (x, jnp.ones((16, 4)), *experts), jnp.ones(4)
+        z, _ = moe.mixture_of_experts(*arrays, experts_per_token=2, selection_bias=expert_bias)
         h = nn.Linear(4, 5, activation="gelu", rngs=nnx.Rngs(0))(A)
         with pytest.raises(ValueError, match="rank_promotion"):  # the user's own functions do not
             jhg.matmul(A, B, epilogue=lambda y, s: y + s, epilogue_operands=(bias,))

@@ -218,6 +218,8 @@ def test_moved_rows_are_found_past_empty_spans():
         (lambda x, r, g, d: layer(9)(x, r, g, d), "experts_per_token is 9, expected .* 1 to 8"),
         (lambda x, r, g, d: layer(2, score="relu")(x, r, g, d), "score is 'relu', expected"),
         (lambda x, r, g, d: layer(2, exchange="mail")(x, r, g, d), "exchange is 'mail', expected"),
+        (lambda x, r, g, d: layer(2, scale="x")(x, r, g, d), "scale is 'x', expected a real"),
+        (lambda x, r, g, d: layer(2, expert_axis=0)(x, r, g, d), "expert_axis is 0, expected an"),
         (lambda x, r, g, d: layer(2)(x, r.T, g, d), "among 6 experts, and 8 have weights"),
         (lambda x, r, g, d: layer(2)(x, r, g[:, :, 0], d), r"gate_up is f32\[8,6,10\].*reshape"),
         (lambda x, r, g, d: layer(2)(x, r, (g,), d[0]), r"down is f32\[10,6\], expected \(experts"),

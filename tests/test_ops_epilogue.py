@@ -171,6 +171,9 @@ def test_preferred_element_type_names_the_dtype_of_each_result():
     assert_same(out, (y, (2 * y).astype(jnp.bfloat16), y.sum(1).astype(jnp.float16)))
     (only,) = jhg.matmul(a, b, epilogue=lambda y: (y,), preferred_element_type=[jnp.float32])
     assert_same(only, y)
+    dtypes = None, jnp.float16, None  # None: as without a wish
+    own = jhg.matmul(a, b, epilogue=lambda y: (y, y, y.sum(1)), preferred_element_type=dtypes)
+    assert [x.dtype.name for x in own] == ["bfloat16", "float16", "float32"]
 
 
 def test_a_dtype_for_all_is_that_of_the_results_left_in_float32():
@@ -210,6 +213,19 @@ def test_other_products_keep_their_dtype(a_dtype, b_dtype, preferred):
     ours = jhg.matmul(a, b, residual=plain, preferred_element_type=preferred)
     assert_same(ours, plain + plain)
     assert_same(jhg.matmul(a, b, epilogue=lambda y: y, preferred_element_type=preferred), plain)
+
+
+def test_named_steps_end_in_the_dtype_asked_for():
+    a, b, half = integers((3, 8), "int8"), integers((8, 5), "int8", seed=1), jnp.float32(0.5)
+    options: Any = {"bias": half, "preferred_element_type": "int32"}
+    whole = jnp.matmul(a, b, preferred_element_type="int32")
+    weights, sizes = b[None], jnp.array([3])
+    grouped: Any = {"preferred_element_type": "int32", "activation": jnp.float32}
+    assert_same(jhg.matmul(a, b, **options), jnp.trunc(whole + half).astype("int32"))
+    assert_same(jhg.matmul(a, b, alpha=half, c=whole), jnp.trunc(1.5 * whole).astype("int32"))
+    assert_same(jhg.ragged_dot(a, weights, sizes, **grouped), whole)
+    assert_same(jhg.gated_linear_unit(a, (b, b), **grouped), whole * whole)
+    assert jhg.matmul(a, b, bias=half).dtype == jnp.float32
 
 
 def test_an_epilogue_may_close_over_arrays():

@@ -121,6 +121,51 @@ def test_hessians_follow_jnp():
     )
 
 
+def printed(y: Any) -> Any:
+    jax.debug.callback(lambda x: None, y[0, 0])
+    return jnp.sin(y)
+
+
+def dropped(y: Any, key: Any) -> Any:
+    return jnp.sin(y) * jax.random.bernoulli(key, 0.5, y.shape)
+
+
+@pytest.mark.parametrize("epilogue, operands", [
+    (lambda y: jnp.tanh(y) * jnp.arange(float(N)), ()),  # an operation without inputs
+    (printed, ()),  # one without results
+    (dropped, (jax.random.key(0),)),
+])  # fmt: skip
+def test_gradients_of_functions_of_other_things_than_arrays(epilogue, operands):
+    def loss(product: Any, *arrays: Any) -> Any:
+        return jnp.sum(product(*arrays, epilogue=epilogue, epilogue_operands=operands) ** 2)
+
+    a = A / 4
+    ours, theirs = (jax.grad(partial(loss, f), (0, 1))(a, B) for f in (jhg.matmul, reference))
+    assert_close(ours, theirs)
+
+
+def test_an_epilogue_may_reduce_over_a_mapped_axis():
+    stack = jnp.stack([A / 4, A / 8])
+
+    def loss(product: Any, stack: Any) -> Any:
+        centred = partial(product, epilogue=lambda y: jnp.sin(y - jax.lax.pmean(y, "rows")))
+        return jnp.sum(jax.vmap(lambda a: centred(a, B), axis_name="rows")(stack) ** 2)
+
+    ours, theirs = (jax.value_and_grad(partial(loss, f))(stack) for f in (jhg.matmul, reference))
+    assert_close(ours, theirs)
+
+
+def test_products_rounded_to_integers_have_no_gradient():
+    def loss(a: Any, bias: Any) -> Any:
+        options: Any = {"preferred_element_type": "int32", "epilogue": lambda y: jnp.sin(1.0 * y)}
+        return jnp.sum(jhg.matmul(a, B, bias=bias, **options))
+
+    of_a, of_bias = jax.grad(loss, (0, 1))(A, BIAS)
+    assert_same(of_a, jnp.zeros_like(A))
+    whole = jnp.matmul(A, B, preferred_element_type="int32")
+    assert_close(of_bias, jnp.cos(whole + BIAS).sum(0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mapped", [
     ("a",), ("b",), ("bias",), ("a", "b"), ("c", "alpha"), ("epilogue_operands",), ("residual",),

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -37,8 +38,20 @@ CASES = [
     (lambda: MATMUL([[1.0]], "b"), TypeError,
      "matmul: a is a list, expected an array: convert it with jnp.asarray; "
      "b is a str, expected an array: convert it with jnp.asarray"),
+    (lambda: MATMUL(np.array(["x"]), jax.random.key(0)), TypeError,
+     "matmul: a is a ndarray, expected an array of numbers: Dtype <U1 is not a valid JAX array "
+     "type. Only arrays of numeric types are supported by JAX.; b is key<fry>[], expected numbers"),
+    (lambda: MATMUL(jax.ShapeDtypeStruct((3, 64), "float32"), B), TypeError,
+     "matmul: a is a ShapeDtypeStruct, expected an array: jax.eval_shape and explain take shapes"),
     (lambda: MATMUL(A, B, implementation="cublas"), ValueError,
      "matmul: implementation is 'cublas', expected None, 'hopper' or 'xla'"),
+    (lambda: MATMUL(A, B, implementation=np.array(["xla"])), ValueError,
+     "matmul: implementation is array(['xla'], dtype='<U3'), expected None, 'hopper' or 'xla'"),
+    (lambda: MATMUL(A, B, preferred_element_type="fp8"), TypeError,
+     "matmul: preferred_element_type is 'fp8', expected a dtype, or a tuple of them for several "
+     "results, or None"),
+    (lambda: EINSUM("mk,kn->mn", A, B, preferred_element_type=(object,)), TypeError,
+     "einsum: preferred_element_type is <class 'object'>, expected one dtype or None"),
     (lambda: jhg.dot_general(A, B, (((1,), (1,)), NO_BATCH)), ValueError,
      "dot_general: contracting axes (1,) and (1,) have extents (64,) and (32,): "
      "lhs is bf16[128,64], rhs is bf16[64,32]"),

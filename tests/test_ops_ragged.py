@@ -74,6 +74,7 @@ def test_known_sizes_that_are_too_long_are_clipped_as_in_lax():
 @pytest.mark.parametrize("dtypes, preferred", [
     (("bfloat16", "bfloat16"), None), (("bfloat16", "bfloat16"), "float32"),
     (("float16", "float16"), None), (("bfloat16", "float32"), None), (("int8", "int8"), "int32"),
+    (("bool", "bool"), None),
 ])  # fmt: skip
 def test_dtypes_are_those_of_lax(dtypes, preferred):
     lhs, rhs = LHS.astype(dtypes[0]), RHS.astype(dtypes[1])

@@ -58,6 +58,11 @@ ERRORS = [
      "lhs is f32[12,3], rhs is f32[3,3,4]"),
     (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 2, 0)), ValueError,
      "ragged_dot_general: lhs_ragged_dimensions is (2,), expected one axis of lhs, f32[12,3]"),
+    (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 0.5, 0)), TypeError,
+     "ragged_dot_general: lhs_ragged_dimensions is (0.5,), expected a sequence of axes"),
+    (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 0, 0),
+                     preferred_element_type=("float32",)), TypeError,
+     "ragged_dot_general: preferred_element_type is ('float32',), expected one dtype or None"),
     (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 0, 1)), ValueError,
      "ragged_dot_general: rhs_group_dimensions is (1,), expected one axis of rhs, f32[3,3,4], "
      "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"),

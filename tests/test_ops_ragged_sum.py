@@ -392,7 +392,10 @@ ERRORS = [
      "ragged_dot_general: c is a str, expected an array: convert it with jnp.asarray"),
     (lambda: GENERAL(LHS, WEIGHTS, SIZES, ROWS_NUMBERS, c=jnp.zeros((T, N)), beta=2.0), ValueError,
      "ragged_dot_general: beta, c came, and the ragged axis is a free one of lhs: call "
-     "ragged_dot with epilogue=lambda y, c: y + c, epilogue_operands=(c,)"),
+     "ragged_dot with epilogue=lambda y, beta, c: y + beta * c, epilogue_operands=(beta, c,)"),
+    (lambda: GENERAL(LHS, WEIGHTS, SIZES, ROWS_NUMBERS, alpha=2.0), ValueError,
+     "ragged_dot_general: alpha came, and the ragged axis is a free one of lhs: call "
+     "ragged_dot with epilogue=lambda y, alpha: alpha * y, epilogue_operands=(alpha,)"),
     (lambda: GENERAL(LHS, LHS, SIZES, BATCH_NUMBERS, c=jnp.zeros(T)), ValueError,
      "ragged_dot_general: c came, and the ragged axis is a batch one: call dot_general, which "
      "this product is, with an epilogue"),

@@ -12,9 +12,10 @@ from jax.typing import ArrayLike, DTypeLike
 from ..fusion.jaxprs import varying_together
 from ..ops.activations import Activation, activation_function
 from ..ops.batch_invariance import refuse_batch_invariance
-from ..ops.checks import as_arrays, as_cotangent_dtype, layers
+from ..ops.checks import as_arrays, as_cotangent_dtype, as_result_dtype, layers
 from ..ops.dense import Implementation
 from ..ops.sm_limit import current_max_sms
+from ..ops.steps import Steps, named_in
 from ..primitives.define import promoted
 from .primitives import gathered_dot, scattered_dot
 
@@ -77,13 +78,11 @@ def all_gather_matmul(
             "all_gather_matmul", precision, preferred_element_type, cotangent_dtype, implementation
         ),
     )
-    function = activation_function(activation)
-    if not biases and function is None:
+    steps = Steps("all_gather_matmul", named_in(optional), activation_function(activation))
+    if steps.plain:
         return y
     wide = y.astype(promoted(y.dtype, jnp.float32))
-    if biases:
-        wide = wide + biases[0].astype(wide.dtype)
-    return (wide if function is None else function(wide)).astype(y.dtype)
+    return steps(wide, *biases).astype(y.dtype)
 
 
 def matmul_reduce_scatter(
@@ -141,7 +140,7 @@ def _options(
 ) -> dict[str, Any]:
     return {
         "precision": tuple(precision) if isinstance(precision, list) else precision,
-        "preferred_element_type": None if preferred is None else jnp.dtype(preferred),
+        "preferred_element_type": as_result_dtype(op, preferred, several=False),
         "cotangent_dtype": as_cotangent_dtype(op, cotangent_dtype),
         "implementation": implementation,
         "max_sms": current_max_sms(),

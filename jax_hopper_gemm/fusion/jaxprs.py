@@ -129,13 +129,16 @@ def pruned(
 
 
 def mapped(
-    closed: ClosedJaxpr, axes: Sequence[int | None], size: int, args: Sequence[Any]
+    closed: ClosedJaxpr, axes: Sequence[int | None], axis_data: Any, args: Sequence[Any]
 ) -> ClosedJaxpr:
     """Returns the jaxpr of `jax.vmap` of a function; outputs are mapped along their first axis.
 
-    `args` are arrays or abstract values of the mapped function, of whose `axes` not all are None.
+    Args:
+      axis_data: the size of the mapped axis, and its name, over which the function may reduce.
+      args: arrays or abstract values of the mapped function, of whose `axes` not all are None.
     """
-    function = jax.vmap(jaxpr_as_fun(closed), tuple(axes), 0, axis_size=size)
+    named: Any = {"axis_size": axis_data.size, "axis_name": axis_data.name}
+    function = jax.vmap(jaxpr_as_fun(closed), tuple(axes), 0, **named)
     return traced(function, *args)
 
 

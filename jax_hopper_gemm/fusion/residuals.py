@@ -192,7 +192,9 @@ class _Cut:
         steps: dict[int, Any] = {}
         for number, equation in self._known.items():
             inputs = [x for x in variables(equation.invars) if x in self._moving]
-            name, (out, *_) = equation.primitive.name, equation.outvars
+            if not equation.outvars:  # a print
+                continue
+            name, out = equation.primitive.name, equation.outvars[0]
             scales = name == "mul" or (name == "div" and equation.invars[0] is inputs[0])
             if (
                 (name in _LINEAR or (scales and len(inputs) == 1))

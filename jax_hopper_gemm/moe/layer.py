@@ -69,7 +69,9 @@ def mixture_of_experts(
       NotImplementedError: `implementation="hopper"` and no kernel can run a product.
     """
     x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
-    devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
+    devices = 1
+    if expert_axis is not None:
+        devices = layers.count_devices("mixture_of_experts", "expert_axis", expert_axis)
     layers.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     routing = route_tokens(

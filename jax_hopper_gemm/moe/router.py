@@ -114,13 +114,13 @@ def route(
       ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, or `score` is
         unknown.
     """
-    logits = jnp.asarray(logits)
-    layers.check_route(logits, experts_per_token, score, selection_bias, experts)
+    logits, experts = jnp.asarray(logits), None if experts is None else jnp.asarray(experts)
+    layers.check_route(logits, experts_per_token, score, scale, selection_bias, experts)
     selection = Selection(experts_per_token, score, normalize, scale)
     logits = logits.astype(jnp.float32)
     if experts is None:
         return arrange(logits, selection.experts(logits, *_operands(selection_bias)), selection)
-    experts, count = as_int32(jnp.asarray(experts), least=-1), logits.shape[1]
+    experts, count = as_int32(experts, least=-1), logits.shape[1]
     chooses = (experts >= 0) & (experts < count)
     return arrange(logits, jnp.where(chooses, experts, count), selection, chooses)
 
@@ -154,7 +154,7 @@ def route_tokens(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    layers.check_route_tokens(x, kernel, experts_per_token, score, selection_bias)
+    layers.check_route_tokens(x, kernel, experts_per_token, score, scale, selection_bias)
     selection = Selection(experts_per_token, score, normalize, scale)
     options: dict[str, Any] = {
         "precision": precision,
@@ -191,7 +191,7 @@ class Selection:
         keys = lax.stop_gradient(logits)
         if bias:
             score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
-            keys = score(keys) + lax.stop_gradient(bias[0]).astype(keys.dtype)
+            keys = score(keys) + lax.stop_gradient(bias[0]).astype(keys.dtype)[None]
         return lax.top_k(keys, self.experts_per_token)[1]
 
     def with_logits(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -125,6 +125,7 @@ def matmul(
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
+    preferred_element_type = checks.as_result_dtype("matmul", preferred_element_type)
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     for vector, axis in ((b, -1), (a, -2)):  # whose result has no such axis
         if jnp.ndim(cast(Any, vector)) == 1:
@@ -194,6 +195,7 @@ def dot_general(
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     steps = Steps("dot_general", named_in(scales), epilogue=epilogue)
+    preferred_element_type = checks.as_result_dtype("dot_general", preferred_element_type)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=cotangent_dtype,
@@ -258,6 +260,7 @@ def einsum(
         optimize = tuple(map(tuple, optimize))
     named = ("subscripts", subscripts), ("optimize", optimize), ("out_sharding", out_sharding)
     steps = Steps("einsum", epilogue=epilogue)
+    preferred_element_type = checks.as_result_dtype("einsum", preferred_element_type)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),

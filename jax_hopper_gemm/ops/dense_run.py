@@ -19,7 +19,7 @@ from .batch_invariance import in_contexts
 from .complex_products import by_parts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
-from .steps import Steps, traced
+from .steps import Steps, result_dtypes, traced
 from .substitute import final_product, with_hopper_dot
 
 
@@ -52,10 +52,9 @@ def run(
       operands: of the steps.
       options: as the user gave them.
     """
-    dtypes, dtype = None, options.preferred_element_type
-    if isinstance(dtype, tuple):
-        dtypes, dtype = dtype, None
-    dtype = product.dtype if dtype is None else dtype
+    preferred = options.preferred_element_type
+    dtype = product.dtype if preferred is None or isinstance(preferred, tuple) else preferred
+    dtypes = result_dtypes(steps, dtype if preferred is None else preferred)
     options = in_contexts(replace(options, preferred_element_type=dtype))
     if is_replaced():
         check_kernel_unasked(steps.op, options.insists)

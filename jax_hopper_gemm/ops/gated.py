@@ -25,7 +25,7 @@ from .ragged_run import RaggedArrays, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced
 from .settled import Settled, settled
-from .steps import Gate, traced
+from .steps import Gate, result_dtypes, traced
 from .substitute import final_product
 from .weights import is_weights, widened
 
@@ -100,6 +100,7 @@ def gated_linear_unit(
         x, weights, bias, row_scale, activation, save_preactivation, implementation,
         checks.GroupArguments(sizes, offset, rows),
     )  # fmt: skip
+    checks.as_result_dtype(op, preferred_element_type, several=False)
     gate = Gate(activation_function(activation), bool(scale), bool(factors))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
@@ -116,13 +117,15 @@ def gated_linear_unit(
     if is_replaced():
         check_kernel_unasked(op, options.insists)
         products = _products(_dot(x, options), x, rights)
-        return traced(op, gate, products, operands, products[0].dtype, None).apply(*products)
+        dtypes = result_dtypes(gate, preferred_element_type)
+        return traced(op, gate, products, operands, products[0].dtype, dtypes).apply(*products)
     types = typeof(x), tuple(map(typeof, rights))
     own, operands = settled(
         op, gate, lambda: _wide_products(*types, options), operands,
         eager=not isinstance(x, Tracer),
     )  # fmt: skip
-    return _traced_gate(x, rights, operands, own, options)
+    dtypes = result_dtypes(gate, preferred_element_type)
+    return _traced_gate(x, rights, operands, own, options, dtypes)
 
 
 def _given(op: str, weights: Any) -> tuple[tuple[Any, ...], bool]:
@@ -139,7 +142,7 @@ def _widened(
 
     Factors have the shape of biases.
     """
-    if not all(is_weights(w, x) for w in given):
+    if not given or not all(is_weights(w, x) for w in given):
         return given if pair else given[0], ()
     found = [widened(op, "weights", w, int(grouped), x.dtype) for w in given]
     arrays, scales = zip(*found, strict=True)
@@ -155,19 +158,20 @@ def _widened(
     return arrays[0], (both[..., 0, :], both[..., 1, :])
 
 
-@partial(jax.jit, static_argnums=(3, 4), inline=INLINE)
+@partial(jax.jit, static_argnums=(3, 4, 5), inline=INLINE)
 def _traced_gate(
     x: Any,
     rights: tuple[Any, ...],
     operands: tuple[Any, ...],
     gate: Gate | Settled,
     options: Options,
+    dtypes: tuple[Any, ...] | None,
 ) -> jax.Array:
     dot = _dot(x, options)
     dtype = abstract(dot, x, rights[0]).dtype
     products = _wide_products(typeof(x), tuple(map(typeof, rights)), options)
     dot = partial(dot, preferred_element_type=products[0].dtype)
-    follow = traced("gated_linear_unit", gate, products, operands, dtype, None)
+    follow = traced("gated_linear_unit", gate, products, operands, dtype, dtypes)
     if options.by_jax:
         return follow.apply(*_products(dot, x, rights))
     final = final_product(dot, x, rights[0])

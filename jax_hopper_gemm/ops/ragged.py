@@ -111,6 +111,7 @@ def ragged_dot(
     groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None and not scales
+    preferred_element_type = checks.as_result_dtype(op, preferred_element_type)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
@@ -203,6 +204,7 @@ def ragged_dot_general(
         op, {"group_offset": group_offset} | terms, lhs=lhs, rhs=rhs, group_sizes=group_sizes
     )
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
+    checks.as_result_dtype(op, preferred_element_type, several=False)
     numbers = checks.check_ragged_dot_general(
         lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
         implementation, terms, preferred_element_type,

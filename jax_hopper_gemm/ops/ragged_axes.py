@@ -114,7 +114,8 @@ class RaggedAxes:
         )  # fmt: skip
         own_sizes = sizes.ndim > 1  # for every outer and batch index
         if own_sizes:
-            sizes = sizes.reshape(*(prod(lhs.shape[axis] for axis in axes) for axes in lead), -1)
+            mapped = [prod(lhs.shape[axis] for axis in axes) for axes in lead]
+            sizes = sizes.reshape(*mapped, sizes.shape[-1])
         inner = prod(lhs.shape[axis] for axis in left_rows[1:])
         function, mapped_sizes = partial(product, inner=inner), 0 if own_sizes else None
         if self.outer:

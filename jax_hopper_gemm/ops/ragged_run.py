@@ -37,7 +37,7 @@ from .ragged_axes import (
     shardings_of_results,
 )
 from .settled import Settled, settled
-from .steps import Gate, Steps, traced
+from .steps import Gate, Steps, result_dtypes, traced
 
 # Taken here, so that it stays JAX's own where `intercept_ragged_dot` puts ours in its place.
 lax_ragged_dot_general = lax.ragged_dot_general
@@ -198,19 +198,19 @@ def run_with_epilogue(
     consts = seen[len(operands) :]
     if any(x.ndim == 3 for x in consts):  # they would be by groups
         own, consts = function, ()
-    return _traced_with_epilogue(arrays, (*operands, *consts), op, own, options)
+    dtypes = result_dtypes(function, options.preferred_element_type)
+    return _traced_with_epilogue(arrays, (*operands, *consts), op, own, options, dtypes)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4), inline=INLINE)
+@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
 def _traced_with_epilogue(
     arrays: RaggedArrays,
     operands: tuple[Any, ...],
     op: str,
     function: Steps | Gate | Settled,
     options: Options,
+    dtypes: tuple[Any, ...] | None,
 ) -> Any:
-    preferred = options.preferred_element_type
-    dtypes = preferred if isinstance(preferred, tuple) else None
     lhs, rights = arrays.gathered(), arrays.rights
     count, _, *planes, _ = rights[0].shape
     options = arrays.canonical(options)
@@ -253,13 +253,14 @@ def run_scaled_sum(
             return run_scaled_sum(arrays, operands, steps, numbers, options, None)
 
         return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
+    dtypes = result_dtypes(steps, options.preferred_element_type)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_ours(steps.op, reason, arrays, options)
         as_lax = options.of_dot() | {"out_sharding": out_sharding}
         theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **as_lax)
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
         product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
-        return traced(steps.op, steps, (product,), operands, dtype, None).apply(product)
+        return traced(steps.op, steps, (product,), operands, dtype, dtypes).apply(product)
     options = _canonical(typeof(lhs), typeof(rhs), typeof(sizes), numbers, options)
     dtype = options.preferred_element_type or jnp.result_type(lhs, rhs)
     wide = replace(options, preferred_element_type=dtype)
@@ -272,7 +273,7 @@ def run_scaled_sum(
         shape = (count, left.shape[1], right.shape[1])
         product = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
         own = (*operands[:place], *c, *operands[place + 1 :])
-        own_steps = traced(steps.op, steps, (product,), own, dtype, None)
+        own_steps = traced(steps.op, steps, (product,), own, dtype, dtypes)
         results = fused_dot(
             own_steps.function, left, (right,), own_steps.operands,
             Product(axes.subscripts, wide, groups=Groups.plain(count)),

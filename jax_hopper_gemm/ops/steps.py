@@ -135,6 +135,18 @@ def _as(y: jax.Array, operand: jax.Array) -> jax.Array:
     return lax.expand_dims(operand, missing) if operand.ndim and missing else operand
 
 
+def result_dtypes(function: Steps | Gate, preferred: Any) -> tuple[Any, ...] | None:
+    """Returns the dtypes of all results by the user's `preferred` ones; None where it names none.
+
+    A single one is that of the product's own result, and says nothing of an epilogue's.
+    """
+    if preferred is None or isinstance(preferred, tuple):
+        return preferred
+    if isinstance(function, Steps) and function.epilogue:
+        return None
+    return (jax.dtypes.canonicalize_dtype(preferred),)
+
+
 @dataclass(frozen=True)
 class Traced:
     """A function of products, traced once for the types of its results."""
@@ -190,8 +202,9 @@ def traced(
     closed, avals, several = program(op, function, products, operands)
     checks.check_result_dtypes(op, avals, preferred)
     (shape,), (dtype,) = {x.shape for x in products}, {x.dtype for x in products}
-    dtypes = preferred or tuple(
-        product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype for x in avals
+    dtypes = tuple(
+        wanted or (product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype)
+        for x, wanted in zip(avals, preferred or [None] * len(avals), strict=True)
     )
     if closed.consts:
         function = partial(evaluate, closed, len(products) + len(operands))

@@ -152,9 +152,7 @@ def _batch_tangent(
         inner_linear, inner_linear_axes = [*planes, *linear[1:]], [linear_axes[0], *linear_axes]
     else:
         inner_linear, inner_linear_axes = linear, linear_axes
-    function = mapped(
-        jaxpr, [*inner_axes, *inner_linear_axes], axis_data.size, [*inner, *inner_linear]
-    )
+    function = mapped(jaxpr, [*inner_axes, *inner_linear_axes], axis_data, [*inner, *inner_linear])
     outputs = epilogue_tangent_p.bind(
         *args[:residuals], *linear, jaxpr=function, residuals=residuals, plane_axis=plane_axis,
         recompute=recompute, products=products,
@@ -177,7 +175,7 @@ def _epilogue(*args: Any, jaxpr: ClosedJaxpr) -> list[Any]:
 def _batch_epilogue(
     axis_data: Any, args: Any, axes: Any, *, jaxpr: ClosedJaxpr
 ) -> tuple[list[Any], list[int]]:
-    outputs = epilogue_p.bind(*args, jaxpr=mapped(jaxpr, axes, axis_data.size, args))
+    outputs = epilogue_p.bind(*args, jaxpr=mapped(jaxpr, axes, axis_data, args))
     return outputs, [0] * len(outputs)
 
 

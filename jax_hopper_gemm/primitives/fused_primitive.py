@@ -93,7 +93,9 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     lhs, right_operands, operands = _split(primals, num_b)
     dtype, moving_dtype = _tangent_dtypes(product, (lhs, *right_operands))
     moving = product.with_options(preferred_element_type=moving_dtype, save_preactivation=True)
-    moved, plane_axis = _product_tangents(primals, tangents, num_b, moving)
+    moved, plane_axis = {}, None
+    if is_inexact(jaxpr.in_avals[0]):  # else a sum of rounded products, without a tangent
+        moved, plane_axis = _product_tangents(primals, tangents, num_b, moving)
     count = len(jaxpr.in_avals) - len(operands)
     of_operands = {i: x for i, x in enumerate(tangents[1 + num_b :]) if type(x) is not ad.Zero}
     wrt = list(range(count)) if plane_axis is not None else list(moved)
@@ -200,7 +202,9 @@ def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
     source = jaxpr.jaxpr.invars[index]
     same = {source} if source.aval.dtype == dtype else set()
     for equation in jaxpr.jaxpr.eqns:
-        (x, *_), (out, *_) = equation.invars, equation.outvars
+        if equation.primitive not in (lax.convert_element_type_p, segment_mask_p):
+            continue
+        (x, *_), (out,) = equation.invars, equation.outvars
         convert = equation.primitive is lax.convert_element_type_p and x is source
         masked = equation.primitive is segment_mask_p and any(x is y for y in same)
         if (convert and out.aval.dtype == dtype) or masked:
@@ -226,7 +230,7 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
         partial(accumulators_of, product, by_xla=True), lhs, right_operands, *operands[:num_sizes]
     )
     axes = [product_axis] * len(accumulators) + axes
-    function = mapped(params["jaxpr"], axes, axis_data.size, [*accumulators, *operands])
+    function = mapped(params["jaxpr"], axes, axis_data, [*accumulators, *operands])
     outputs = hopper_fused_p.bind(
         lhs, *right_operands, *operands, jaxpr=function, product=product, num_b=num_b,
         in_place=params["in_place"],

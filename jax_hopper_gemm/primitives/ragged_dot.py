@@ -78,7 +78,8 @@ def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
     assert not groups.step or groups.periods(sizes.shape[0]), groups
     assert lhs.ndim == 2 and rhs.ndim == len(subscripts.rhs), (lhs, rhs)
     if is_varlen_k(subscripts):
-        assert groups.step or groups.periods(sizes.shape[0]) == 1, "periods share a result"
+        own = groups.step == groups.count
+        assert own or groups.periods(sizes.shape[0]) == 1, "periods share a result"
         rows, same = (y.index("m") for y in (subscripts.lhs, subscripts.rhs))
         assert lhs.shape[rows] == rhs.shape[same], (lhs, rhs)
     else:
@@ -126,7 +127,7 @@ def _of_weights(lhs: Any, rhs: Any, sizes: Any, product: Product) -> Any:
     """Returns the contraction over each group's rows; what periods share is summed in float32."""
     assert (groups := product.groups)
     periods = groups.periods(sizes.shape[0])
-    if groups.step or periods == 1:
+    if groups.step == groups.count or periods == 1:
         return _by_form(VARLEN_K, lhs, rhs, sizes, product)
     if all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in (lhs, rhs)):
         product = product.with_options(preferred_element_type=np.dtype(np.float32))

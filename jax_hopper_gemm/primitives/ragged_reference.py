@@ -90,7 +90,7 @@ def array_like_product(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> j
     else:
         numbers, axis = (((1,), (subscripts.rhs.index("k"),)), ((), ())), 1
     like = lax.dot_general(lhs, rhs, numbers, **product.options.of_dot())
-    like = lax.reduce(like, np.zeros((), like.dtype), lax.add, (axis,))
+    like = lax.reduce(like, np.zeros((), like.dtype), lax.max, (axis,))  # of any dtype
     if subscripts == VARLEN_K:
         shape = (groups.matrices(sizes.shape[0]), *like.shape)
         like = lax.broadcast_in_dim(like, shape, (1, 2))

@@ -14,6 +14,7 @@ than those of groups: `fusion` knows the first and the last by their names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -81,11 +82,12 @@ def _where(alive: jax.Array, x: jax.Array) -> jax.Array:
 def _rows_of_groups(
     x: Any, sizes: Any, *, groups: Groups, length: int, rounded: Any, each: bool
 ) -> jax.Array:
-    owners = _owners(sizes, groups, length)
+    owners, batch = _owners(sizes, groups, length), sizes.ndim - 1
+    if groups.count == 0:  # there is no entry to take
+        return jnp.zeros(owners.shape + x.shape[1 + batch * each :], x.dtype)
     take = _over_batch(
-        lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="clip"),
-        sizes.ndim - 1, 0 if each else None, 0,
-    )  # fmt: skip
+        lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="clip"), batch, 0 if each else None, 0
+    )
     return _where(owners >= 0, take(x, owners))
 
 
@@ -103,9 +105,10 @@ def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
     count = TMA_ALIGNMENT // x.dtype.itemsize if read else 1
 
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
-        ones, columns = jnp.ones((x.shape[0], count), x.dtype), x.reshape(x.shape[0], -1)
+        rows, *own = x.shape
+        ones, columns = jnp.ones((rows, count), x.dtype), x.reshape(rows, math.prod(own))
         sums = hopper_ragged_dot(ones, columns, sizes, product)[:, 0]
-        return sums.reshape(-1, *x.shape[1:])
+        return sums.reshape(sums.shape[0], *own)
 
     return _over_batch(of, sizes.ndim - 1, 0, 0)(x, sizes)
 

@@ -4,6 +4,7 @@ from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
 from .arguments import as_cotangent_dtype as as_cotangent_dtype
+from .arguments import as_result_dtype as as_result_dtype
 from .arguments import check_accelerated as check_accelerated
 from .arguments import check_max_sms as check_max_sms
 from .arguments import check_unchanged as check_unchanged

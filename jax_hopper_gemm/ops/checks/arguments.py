@@ -11,17 +11,20 @@ import numpy as np
 from jax.core import Tracer
 
 from ..activations import ACTIVATIONS
-from .wording import fail
+from .wording import describe, fail
 
 IMPLEMENTATIONS = (None, "hopper", "xla")
 SCALARS = (bool, int, float, complex)
 COMPLEX = 2
 
 
-def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: Any) -> list[Any]:
+def as_arrays(
+    op: str, optional: Mapping[str, Any] | None = None, /, *, keys: bool = False, **operands: Any
+) -> list[Any]:
     """Returns the operands, checked; those with a `__jax_array__` method converted by it.
 
-    After them come the `optional` ones, of which None stays None.
+    After them come the `optional` ones, of which None stays None. With `keys` an operand may be a
+    key of random numbers.
     """
     optional = optional or {}
     operands |= optional
@@ -30,28 +33,59 @@ def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: An
         for x in operands.values()
     ]
     problems = [
-        f"{name} is a {type(x).__name__}, expected an array: convert it with jnp.asarray"
+        f"{name} is {wrong}"
         for name, x in zip(operands, arrays, strict=True)
-        if not is_array(x) and not (x is None and name in optional)
+        if not (x is None and name in optional) and (wrong := not_numbers(x, keys))
     ]
     fail(op, [], problems)
     return arrays
+
+
+def not_numbers(x: Any, keys: bool = False) -> str | None:
+    """Returns what an argument is in place of an array of numbers; None if it is one."""
+    if not is_array(x):
+        return f"a {type(x).__name__}, expected an array: convert it with jnp.asarray"
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "a ShapeDtypeStruct, expected an array: jax.eval_shape and explain take shapes"
+    try:
+        dtype = jax.typeof(x).dtype
+    except (TypeError, ValueError) as error:  # JAX says what it takes
+        return f"a {type(x).__name__}, expected an array of numbers: {error}"
+    if not keys and jnp.issubdtype(dtype, jax.dtypes.extended):
+        return f"{describe(x)}, expected numbers"
+    return None
 
 
 def as_cotangent_dtype(op: str, dtype: Any) -> np.dtype | None:
     """Returns the dtype of cotangents, checked, as JAX holds it; None for None."""
     if dtype is None:
         return None
-    try:
-        checked = jnp.dtype(dtype)
-    except TypeError:
-        checked = None
+    checked = _as_dtype(dtype)
     if checked is None or not jnp.issubdtype(checked, jnp.floating):
         raise TypeError(
             f"{op}: cotangent_dtype is {dtype!r}, expected a real floating-point dtype, such as "
             "jnp.bfloat16, or None"
         )
     return jax.dtypes.canonicalize_dtype(checked)
+
+
+def as_result_dtype(op: str, dtype: Any, *, several: bool = True) -> Any:
+    """Returns the dtype of the result, checked; None for None, a tuple for `several` or a list."""
+    if several and isinstance(dtype, tuple | list):
+        return tuple(as_result_dtype(op, x, several=False) for x in dtype)
+    if dtype is not None and _as_dtype(dtype) is None:
+        kinds = "a dtype, or a tuple of them for several results," if several else "one dtype"
+        raise TypeError(f"{op}: preferred_element_type is {dtype!r}, expected {kinds} or None")
+    return dtype
+
+
+def _as_dtype(dtype: Any) -> np.dtype | None:
+    """Returns what JAX takes for a dtype; None if it takes it for none."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        return None
+    return found if found == np.bool_ or jnp.issubdtype(found, jnp.number) else None
 
 
 def is_array(x: Any) -> bool:
@@ -139,7 +173,7 @@ def function_problems(name: str, function: Any) -> list[str]:
 
 
 def implementation_problems(implementation: Any) -> list[str]:
-    if implementation in IMPLEMENTATIONS:
+    if isinstance(implementation, str | None) and implementation in IMPLEMENTATIONS:
         return []
     return [f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'"]
 

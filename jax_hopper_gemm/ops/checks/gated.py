@@ -31,6 +31,9 @@ def check_gated(
     lead = () if groups.sizes is None else ("G",)
     x, rights, biases, scale = _gated_arrays(op, x, weights, bias, row_scale)
     problems = _scale_problems(scale, x, groups.indices)
+    for name, arrays in (("bias", biases), ("row_scale", scale)):
+        if max(map(kind, arrays), default=0) == COMPLEX > max(map(kind, (x, *rights))):
+            problems.append(f"{name} is {each_text(arrays)}, and the products are not complex")
     if np.ndim(x) == 0:
         problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
     elif lead and np.ndim(x) != 2:
@@ -56,7 +59,7 @@ def _gated_arrays(op: str, x: Any, weights: Any, bias: Any, row_scale: Any) -> t
     """Returns x, and of each other argument its arrays: none, one, or that of gate and of up."""
     named = {"x": x}
     for name, argument in (("weights", weights), ("bias", bias), ("row_scale", row_scale)):
-        if isinstance(argument, tuple | list):
+        if isinstance(argument, tuple | list) and name != "row_scale":
             if len(argument) != 2:
                 fail(op, [f"{name} is {len(argument)} arrays, expected one or the pair (gate, up)"])
             named |= {f"{name}[{i}]": each for i, each in enumerate(argument)}
@@ -100,8 +103,6 @@ def _extent_problems(
     expected = (*lengths, n) if len(biases) == 2 else (*lengths, 2, n)
     if any(np.ndim(b) != len(expected) or any(map(differ, np.shape(b), expected)) for b in biases):
         problems.append(f"bias is {each_text(biases)}, expected {expected}")
-    if max(map(kind, biases), default=0) == COMPLEX > max(kind(x), kind(rights[0])):
-        problems.append(f"bias is {each_text(biases)}, and the products are not complex")
     return problems
 
 

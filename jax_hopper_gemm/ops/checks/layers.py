@@ -8,21 +8,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arguments import activation_problems, implementation_problems
+from .arguments import (
+    COMPLEX,
+    activation_problems,
+    as_arrays,
+    implementation_problems,
+    is_array,
+    kind,
+)
 from .wording import describe, differ, each_text, fail
 
 SCORES = ("softmax", "sigmoid")
 EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
 
 
-def check_route(logits: Any, k: Any, score: Any, bias: Any, experts: Any) -> None:
+def check_route(logits: Any, k: Any, score: Any, scale: Any, bias: Any, experts: Any) -> None:
     problems = []
     if logits.ndim != 2:
         problems.append(
             f"logits are {describe(logits)}, expected (tokens, experts): reshape leading axes"
         )
     else:
-        problems += _choosing_problems(logits.shape[1], k, score, bias)
+        problems += _choosing_problems(logits.shape[1], k, score, scale, bias)
         if experts is not None:
             wanted, dtype = (logits.shape[0], k), jnp.result_type(experts)
             if np.shape(experts) != wanted or not jnp.issubdtype(dtype, jnp.integer):
@@ -32,7 +39,7 @@ def check_route(logits: Any, k: Any, score: Any, bias: Any, experts: Any) -> Non
     fail("route", problems)
 
 
-def check_route_tokens(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
+def check_route_tokens(x: Any, kernel: Any, k: Any, score: Any, scale: Any, bias: Any) -> None:
     problems = [
         f"{name} is {describe(a)}, expected {wanted}"
         for name, a, wanted in (
@@ -48,7 +55,7 @@ def check_route_tokens(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> No
                 + (". Is it stored (experts, features)? Pass kernel.T"
                    if x.shape[1] == kernel.shape[1] else "")
             )  # fmt: skip
-        problems += _choosing_problems(kernel.shape[1], k, score, bias)
+        problems += _choosing_problems(kernel.shape[1], k, score, scale, bias)
     fail("route_tokens", problems)
 
 
@@ -80,6 +87,7 @@ def check_grouped_mlp(
 
 def check_rows(op: str, name: str, x: Any, count: int, what: str) -> None:
     """Checks that an array has a row for each token, or for each sorted row, of a routing."""
+    as_arrays(op, **{name: x})
     if np.ndim(x) < 1 or differ(np.shape(x)[0], count):
         fail(
             op, [f"{name} is {describe(x)}, expected {count} rows, one for each {what} of routing"]
@@ -140,10 +148,14 @@ def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
     return problems
 
 
-def _choosing_problems(experts: int, k: Any, score: Any, bias: Any) -> list[str]:
+def _choosing_problems(experts: int, k: Any, score: Any, scale: Any, bias: Any) -> list[str]:
     problems = []
     if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
         problems.append(f"experts_per_token is {k!r}, expected an int from 1 to {experts}")
+    if scale is not None and not (
+        is_array(scale) and np.ndim(scale) == 0 and kind(scale) < COMPLEX
+    ):
+        problems.append(f"scale is {scale!r}, expected a real number or None")
     if score not in SCORES:
         problems.append(f"score is {score!r}, expected {' or '.join(map(repr, SCORES))}")
     if bias is not None and np.shape(bias) != (experts,):
@@ -155,17 +167,19 @@ def check_all_gather_matmul(
     x: Any, w: Any, axis_name: Any, bias: Any, activation: Any, implementation: Any
 ) -> None:
     op = "all_gather_matmul"
-    _devices(op, axis_name)
+    count_devices(op, "axis_name", axis_name)
     problems = _operand_problems(x, w, "(..., m, K)") + implementation_problems(implementation)
     if bias is not None and w.ndim == 2 and np.shape(bias) not in ((), (w.shape[1],)):
         problems.append(f"bias is {describe(bias)}, expected ({w.shape[1]},), one value a column")
+    if bias is not None and kind(bias) == COMPLEX > max(kind(x), kind(w)):
+        problems.append(f"bias is {describe(bias)}, and the product is not complex")
     named, mistyped = activation_problems(activation)
     fail(op, problems + named, mistyped)
 
 
 def check_matmul_reduce_scatter(x: Any, w: Any, axis_name: Any, implementation: Any) -> None:
     op = "matmul_reduce_scatter"
-    devices = _devices(op, axis_name)
+    devices = count_devices(op, "axis_name", axis_name)
     problems = _operand_problems(x, w, "(..., M, K)") + implementation_problems(implementation)
     if x.ndim >= 2 and x.shape[-2] % devices:
         problems.append(
@@ -175,13 +189,17 @@ def check_matmul_reduce_scatter(x: Any, w: Any, axis_name: Any, implementation: 
     fail(op, problems)
 
 
-def _devices(op: str, axis_name: Any) -> int:
+def count_devices(op: str, argument: str, axes: Any) -> int:
+    """Returns how many devices lie along a mesh axis, or several, that an argument names."""
+    names = axes if isinstance(axes, tuple | list) else (axes,)
     try:
-        return lax.axis_size(axis_name)
+        if len(set(names)) < len(names) or any(isinstance(x, int) for x in names):
+            raise TypeError("a mesh axis is named, and named once")
+        return lax.axis_size(axes)
     except (NameError, TypeError) as error:
         raise ValueError(
-            f"{op}: axis_name is {axis_name!r}, expected an axis of the mesh over which the "
-            "program is mapped: call it inside jax.shard_map over that axis"
+            f"{op}: {argument} is {axes!r}, expected an axis of the mesh over which the program is "
+            "mapped: call it inside jax.shard_map over that axis"
         ) from error
 
 

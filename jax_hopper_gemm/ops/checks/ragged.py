@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import jax
@@ -157,8 +158,8 @@ def check_ragged_dot_general(
         )
     checked = checked_axes(op, lhs, rhs, numbers.dot_dimension_numbers)
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
-    ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
-    group_axes = tuple(map(int, numbers.rhs_group_dimensions))
+    ragged = _axes_of(op, "lhs_ragged_dimensions", numbers)
+    group_axes = _axes_of(op, "rhs_group_dimensions", numbers)
     if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
         wrong = f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
         fail(op, [], misshapen=[wrong])
@@ -186,6 +187,14 @@ def check_ragged_dot_general(
     problems += implementation_problems(implementation)
     fail_ragged(op, problems, groups, misshapen=misshapen)
     return lax.RaggedDotDimensionNumbers(checked, ragged, group_axes)
+
+
+def _axes_of(op: str, name: str, numbers: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, getattr(numbers, name)))
+    except TypeError:
+        came = getattr(numbers, name)
+        raise TypeError(f"{op}: {name} is {came!r}, expected a sequence of axes") from None
 
 
 def _group_axis_problems(
@@ -241,7 +250,11 @@ def _no_sum(terms: Mapping[str, Any], batch: bool) -> str:
             f"{came} came, and the ragged axis is a batch one: call dot_general, which this "
             "product is, with an epilogue"
         )
+    product = "alpha * y" if "alpha" in terms else "y"
+    added = {"beta": " + beta * c", "c": " + c"}
+    total = product + next((text for name, text in added.items() if name in terms), "")
+    names = [name for name in ("alpha", "beta", "c") if name in total]
     return (
         f"{came} came, and the ragged axis is a free one of lhs: call ragged_dot with "
-        "epilogue=lambda y, c: y + c, epilogue_operands=(c,)"
+        f"epilogue=lambda y, {', '.join(names)}: {total}, epilogue_operands=({', '.join(names)},)"
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ...gemm.product import Options
-from .arguments import as_arrays, choice_problems, function_problems, is_array
+from .arguments import as_arrays, choice_problems, function_problems, is_array, not_numbers
 from .wording import counted, describe, dtypes_text, fail
 
 
@@ -40,7 +38,8 @@ def check_steps(
         )
     problems += choice_problems(options.save_preactivation, options.implementation)
     fail(op, problems, mistyped)
-    return tuple(as_arrays(op, **{f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}))
+    named = {f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}
+    return tuple(as_arrays(op, keys=True, **named))
 
 
 def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
@@ -82,9 +81,8 @@ def results(op: str, out: Any) -> tuple[Any, ...]:
         raise TypeError(
             f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
         )
-    for x in arrays:
-        if jnp.issubdtype(jax.dtypes.result_type(x), jax.dtypes.extended):
-            raise TypeError(f"{op}: epilogue returned {describe(x)}, expected numbers")
+    for what in filter(None, map(not_numbers, arrays)):
+        raise TypeError(f"{op}: epilogue returned {what}")
     return arrays
 
 
