@@ -171,8 +171,8 @@ def test_preferred_element_type_names_the_dtype_of_each_result():
     assert_same(out, (y, (2 * y).astype(jnp.bfloat16), y.sum(1).astype(jnp.float16)))
     (only,) = jhg.matmul(a, b, epilogue=lambda y: (y,), preferred_element_type=[jnp.float32])
     assert_same(only, y)
-    dtypes = None, jnp.float16, None  # None: as without a wish
-    own = jhg.matmul(a, b, epilogue=lambda y: (y, y, y.sum(1)), preferred_element_type=dtypes)
+    wishes: Any = None, jnp.float16, None
+    own = jhg.matmul(a, b, epilogue=lambda y: (y, y, y.sum(1)), preferred_element_type=wishes)
     assert [x.dtype.name for x in own] == ["bfloat16", "float16", "float32"]
 
 

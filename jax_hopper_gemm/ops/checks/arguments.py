@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,16 +18,23 @@ SCALARS = (bool, int, float, complex)
 COMPLEX = 2
 
 
-def as_arrays(
-    op: str, optional: Mapping[str, Any] | None = None, /, *, keys: bool = False, **operands: Any
-) -> list[Any]:
+def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: Any) -> list[Any]:
     """Returns the operands, checked; those with a `__jax_array__` method converted by it.
 
-    After them come the `optional` ones, of which None stays None. With `keys` an operand may be a
-    key of random numbers.
+    After them come the `optional` ones, of which None stays None.
     """
-    optional = optional or {}
-    operands |= optional
+    return _as_arrays(op, {**operands, **(optional or {})}, optional or ())
+
+
+def as_operands(op: str, name: str, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns a sequence of operands of this name likewise; keys of random numbers may be there."""
+    named = {f"{name}[{i}]": x for i, x in enumerate(operands)}
+    return tuple(_as_arrays(op, named, keys=True))
+
+
+def _as_arrays(
+    op: str, operands: Mapping[str, Any], optional: Container[str] = (), *, keys: bool = False
+) -> list[Any]:
     arrays = [
         convert() if (convert := getattr(x, "__jax_array__", None)) else x
         for x in operands.values()
@@ -42,7 +49,7 @@ def as_arrays(
 
 
 def not_numbers(x: Any, keys: bool = False) -> str | None:
-    """Returns what an argument is in place of an array of numbers; None if it is one."""
+    """Returns what an argument is in place of an array of numbers, or keys; None if it is one."""
     if not is_array(x):
         return f"a {type(x).__name__}, expected an array: convert it with jnp.asarray"
     if isinstance(x, jax.ShapeDtypeStruct):

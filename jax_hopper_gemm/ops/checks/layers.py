@@ -191,11 +191,11 @@ def check_matmul_reduce_scatter(x: Any, w: Any, axis_name: Any, implementation: 
 
 def count_devices(op: str, argument: str, axes: Any) -> int:
     """Returns how many devices lie along a mesh axis, or several, that an argument names."""
-    names = axes if isinstance(axes, tuple | list) else (axes,)
+    names: Any = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     try:
         if len(set(names)) < len(names) or any(isinstance(x, int) for x in names):
             raise TypeError("a mesh axis is named, and named once")
-        return lax.axis_size(axes)
+        return lax.axis_size(names)
     except (NameError, TypeError) as error:
         raise ValueError(
             f"{op}: {argument} is {axes!r}, expected an axis of the mesh over which the program is "

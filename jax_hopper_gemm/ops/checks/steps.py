@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...gemm.product import Options
-from .arguments import as_arrays, choice_problems, function_problems, is_array, not_numbers
+from .arguments import as_operands, choice_problems, function_problems, is_array, not_numbers
 from .wording import counted, describe, dtypes_text, fail
 
 
@@ -38,8 +38,7 @@ def check_steps(
         )
     problems += choice_problems(options.save_preactivation, options.implementation)
     fail(op, problems, mistyped)
-    named = {f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}
-    return tuple(as_arrays(op, keys=True, **named))
+    return as_operands(op, "epilogue_operands", operands)
 
 
 def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
