@@ -54,13 +54,14 @@ def not_numbers(x: Any, keys: bool = False) -> str | None:
         return f"a {type(x).__name__}, expected an array: convert it with jnp.asarray"
     if isinstance(x, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, expected an array: jax.eval_shape and explain take shapes"
-    try:
-        dtype = jax.typeof(x).dtype
-    except (TypeError, ValueError) as error:  # JAX says what it takes
-        return f"a {type(x).__name__}, expected an array of numbers: {error}"
-    if not keys and jnp.issubdtype(dtype, jax.dtypes.extended):
+    if isinstance(x, np.ndarray | np.generic):
+        try:
+            jax.typeof(x)
+        except (TypeError, ValueError) as error:  # JAX says what it takes
+            return f"a {type(x).__name__}, expected an array of numbers: {error}"
+    if not keys and isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return f"{describe(x)}, expected numbers"
-    return None
+    return None  # NOTE: what else has a shape and a dtype may be Qwix's, which then multiplies
 
 
 def as_cotangent_dtype(op: str, dtype: Any) -> np.dtype | None:
