@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from ..gemm import simt
 from ..gemm.raster import tile_at
 from ..gemm.simt import ITEMSIZE, VECTOR, WARP_M, WARP_N, Copies
-from ..gemm.spec import TmaBox
+from ..gemm.tma_box import TmaBox
 from .mainloop.tma import check_box
 
 ALIGNMENT = 16  # bytes: of a vector
