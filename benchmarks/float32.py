@@ -28,6 +28,7 @@ from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import considered_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
+from jax_hopper_gemm.gemm import simt
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
@@ -78,7 +79,8 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
                 way = "".join((" transposed" * (spec.d_major == "m"), " cut" * spec.reads_parts))
                 found[f"{precision} {tile}{way}"] = spec
         if chosen and problem.simt:
-            for tile_m, tile_k, stages in ((128, 8, 6), (256, 16, 4)):
+            for tile_m, tile_k in ((128, 16), (256, 32)):
+                stages = simt.NUM_STAGES[tile_k]
                 spec = replace(chosen, tile_m=tile_m, tile_k=tile_k, num_stages=stages)
                 found[f"{precision} {tile_m}x{spec.tile_n}x{tile_k} {stages} stages"] = spec
     return found

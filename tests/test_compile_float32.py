@@ -83,18 +83,18 @@ def test_kernel_compiles_to_tf32(spec, built):
 def test_kernel_compiles_to_chains_of_fused_multiply_adds_and_asynchronous_copies(spec, built):
     *_, text = code_of(spec, built)
     accumulators = simt.THREAD_M * simt.THREAD_N
-    assert len(re.findall(r"\bFFMA\b(?!\.FTZ)", text)) == accumulators * spec.tile_k
+    unrolled = 2 * simt.block_k(spec)  # of K: the loop over blocks, and the last one
+    assert len(re.findall(r"\bFFMA\b(?!\.FTZ)", text)) == accumulators * unrolled
     assert not re.search(r"\b(FMUL|FADD)\b|\.FTZ", text), "a product is rounded, or underflows"
     vectors = len(re.findall(r"\bLDS\.128", text))
-    assert vectors == (spec.tile_k + 1) * (simt.THREAD_M + simt.THREAD_N) // simt.VECTOR
+    assert vectors == (unrolled + 1) * (simt.THREAD_M + simt.THREAD_N) // simt.VECTOR
     wide = spec.simt_width == simt.VECTOR
     never = accumulators // simt.VECTOR  # stores that no thread does
     assert len(re.findall(r"STG\.E\.128", text)) == never * (2 if wide else 1)
     assert share_of_conflicts(text) < 0.16
-    across = "k" != spec.a_major or "k" != spec.b_major
-    assert bool(re.search(r"LDGSTS\.E\.BYPASS\.128", text)) == (wide and across)
-    along = not wide or "k" in spec.a_major + spec.b_major
-    assert bool(re.search(r"LDGSTS\.E \[", text)) == along
+    boxes = simt.by_tma(spec, of_b=False) + simt.by_tma(spec, of_b=True)
+    assert len(re.findall(r"\bUTMALDG\.3D", text)) == boxes * spec.num_stages
+    assert bool(re.search(r"\bLDGSTS\.E \[", text)) == (boxes < 2)
 
 
 def share_of_conflicts(text: str) -> float:

@@ -180,7 +180,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
         return None
     if problem_type.simt_width:
         alike = replace(config, warp_schedule="cooperative", short_boxes=False, evict_first=None)
-        spec = with_rings(alike, problem_type, num_stages=simt.NUM_STAGES)
+        num_stages = simt.NUM_STAGES[config.k_bytes // simt.ITEMSIZE]
+        spec = with_rings(alike, problem_type, num_stages=num_stages)
         return None if configuration_violations(spec) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
     narrow = None

@@ -295,8 +295,8 @@ CONVERTED_CONFIGS = (
 
 # Of FMA units: a thread has 128 accumulators, and 256 threads reside on an SM.
 SIMT_CONFIGS = tuple(
-    Config(tile_m, tile_n, k_bytes=64, tile_scheduler="single")
-    for tile_m, tile_n in ((128, 128), (64, 128), (128, 64), (64, 64))
+    Config(tile_m, tile_n, k_bytes, tile_scheduler="single")
+    for tile_m, tile_n, k_bytes in ((128, 128, 128), (64, 128, 64), (128, 64, 64), (64, 64, 64))
 )
 
 # By the grouped axis, and whether an operand is gathered.

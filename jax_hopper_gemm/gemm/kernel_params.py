@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from . import simt
 from .cutting import CutSpec
 from .epilogue_graph import Operand, Result
 from .group_search import GroupRaster
@@ -140,9 +141,9 @@ class SimtExtents(NamedTuple):
 
 
 class SimtArgs(NamedTuple):
-    """The same of a kernel without tensor maps, for FMA units."""
+    """The same of a kernel for FMA units."""
 
-    a: Any  # `Strided`, as b and d
+    a: Any  # `Strided`, as d, or a tensor map: see `simt.by_tma`
     b: Any
     d: Any
     raster: Any
@@ -229,9 +230,10 @@ def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | Cu
 
 
 def _simt_params(spec: GemmSpec) -> SimtArgs:
-    matrices = ("a", spec.a_dtype), ("b", spec.b_dtype), ("d", spec.d_dtype)
     return SimtArgs(
-        *(_strided(name, dtype) for name, dtype in matrices),
+        _operand_ab(spec, "a") if simt.by_tma(spec, False) else _strided("a", spec.a_dtype),
+        _operand_ab(spec, "b") if simt.by_tma(spec, True) else _strided("b", spec.b_dtype),
+        _strided("d", spec.d_dtype),
         raster=Raster(*_numbers("raster", Raster._fields)),
         k_tiles=_number("k_tiles"),
         extents=SimtExtents(*map(_number, SimtExtents._fields)),

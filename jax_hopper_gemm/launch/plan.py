@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..gemm import grid
+from ..gemm import grid, simt
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import GroupRaster
 from ..gemm.kernel_params import KernelSpec, param_list
@@ -81,7 +81,7 @@ def make_plan(
     else:
         clusters, along_m = grid.cluster_grid(problem, spec), raster_order.along == "m"
         raster = make_raster(*clusters, problem.l, along_m=along_m, swizzle=raster_order.swizzle)
-    values = _strided_params(problem) if spec.simt_width else _tma_params(problem, spec)
+    values = _simt_params(problem, spec) if spec.simt_width else _tma_params(problem, spec)
     values |= _numbers("raster", raster)
     values["k_tiles"] = Int32(grid.num_k_tiles(problem, spec))
     workspaces: dict[str, int] = {}
@@ -137,11 +137,17 @@ def _of_other_operand(param: Param) -> Param:
     return replace(param, buffer=1 - param.buffer)
 
 
-def _strided_params(problem: GemmProblem) -> dict[str, Param]:
-    """Returns pointers and strides of A, B and D, and the extents."""
-    p, values = problem, {}
-    for buffer, (name, layout) in enumerate((("a", p.a), ("b", p.b), ("d", p.d))):
-        values |= _strided(name, buffer, layout, p.l)
+def _simt_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
+    """Returns tensor maps of A and B, or pointers and strides; those of D, and the extents."""
+    p, values = problem, _strided("d", 2, problem.d, problem.l)
+    operands = ("a", p.a, spec.tile_m, "m", p.m), ("b", p.b, spec.tile_n, "n", p.n)
+    for buffer, (name, layout, tile, axis, extent) in enumerate(operands):
+        if not simt.by_tma(spec, of_b=name == "b"):
+            values |= _strided(name, buffer, layout, p.l)
+            continue
+        batch, box = batch_axes(p, layout, p.l), TmaBox(tile, spec.tile_k, swizzle=0)
+        extents = {axis: extent, "k": p.k}
+        values[name] = tensor_map(buffer, "float32", layout, extents, batch, box)
     return values | {"m": Int32(p.m), "n": Int32(p.n), "k": Int32(p.k)}
 
 

@@ -16,7 +16,7 @@ from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 KERNELS = sgemm.kernels()
-LARGE = [spec for spec in KERNELS if (spec.tile_m, spec.tile_n, spec.tile_k) == (128, 128, 16)]
+LARGE = [spec for spec in KERNELS if (spec.tile_m, spec.tile_n, spec.tile_k) == (128, 128, 32)]
 NARROW = RasterOrder("n", 2)
 
 

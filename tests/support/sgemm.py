@@ -34,7 +34,7 @@ def spec_of(
 ) -> GemmSpec:
     return GemmSpec(
         "float32", "float32", "float32", a_major, b_major, *tile, tile_k, tile_scheduler="single",
-        num_stages=simt.NUM_STAGES, simt_width=width,
+        num_stages=simt.NUM_STAGES[tile_k], simt_width=width,
     )  # fmt: skip
 
 
@@ -44,11 +44,11 @@ def kernels() -> list[GemmSpec]:
         spec_of(*majors, width, tile) for tile in TILES for majors in MAJORS for width in (4, 1)
     ]
     found += [
-        replace(spec_of(*majors, width, tile_k=8), num_stages=6)
+        spec_of(*majors, width, tile_k=tile_k)
+        for tile_k in (8, 32)
         for majors in MAJORS
         for width in (4, 1)
     ]
-    found += [spec_of("m", "k", 1, tile_k=32)]
     return [*found, replace(spec_of("m", "n", 4), num_stages=2)]
 
 
