@@ -6,11 +6,12 @@ warpgroups share a tile's columns. For each 32 of K:
 
     load B's numbers from the stage -> widen to A's dtype -> wgmma, which reads A in shared memory
 
-Conversion of the next 32 runs beside the tensor cores, with registers of its own, across k-tiles. At
-the end of a tile each warpgroup turns its sums, by way of shared memory, into the accumulators that
-a plain product would have left: the epilogue is no other.
+Conversion of the next 32, be they of the next k-tile, runs beside the tensor cores, with registers of
+its own. At the end of a tile each warpgroup turns its sums, by way of shared memory, into the
+accumulators that a plain product would have left: the epilogue is no other.
 
-With scales of groups along K, sums of a group are multiplied by them in float32.
+With scales of groups along K, sums of a group are multiplied by them in float32, when the first
+numbers of the next group have been converted.
 
 CuTe's names: sums are (wgmma, blocks of 64 columns, 1), of D transposed; acc is (wgmma, 64-row
 blocks, 1), of D.
@@ -175,7 +176,7 @@ class RegisterConsumer(SharedConsumer):
 
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
-        """B's words of a stage are loaded while the one before is multiplied.
+        """B's words of a stage are loaded while the one before is multiplied; the first are converted.
 
         A stage is released when the groups that read it have retired: in the next k-tile.
         """
@@ -239,7 +240,9 @@ class RegisterConsumer(SharedConsumer):
     def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
         """Multiplies a stage whose words are there, and loads those of the following one.
 
-        `release_previous` is called once all wgmmas of the stage before have retired.
+        The first `LDMATRIX_K` of K have been converted before; here those of the following stage
+        are, which is waited for. `release_previous` is called once all wgmmas of the stage before
+        have retired.
         """
         fragments, words = registers
         self.before_read()
