@@ -6,8 +6,8 @@ warpgroups share a tile's columns. For each 32 of K:
 
     load B's numbers from the stage -> widen to A's dtype -> wgmma, which reads A in shared memory
 
-Conversion of the next 32, be they of the next k-tile, runs beside the tensor cores, with registers of
-its own. At the end of a tile each warpgroup turns its sums, by way of shared memory, into the
+Conversion of the next 32, be they of the next k-tile, runs beside the tensor cores, with registers
+of its own. At the end of a tile each warpgroup turns its sums, by way of shared memory, into the
 accumulators that a plain product would have left: the epilogue is no other.
 
 With scales of groups along K, sums of a group are multiplied by them in float32, when the first
@@ -176,7 +176,7 @@ class RegisterConsumer(SharedConsumer):
 
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
-        """B's words of a stage are loaded while the one before is multiplied; the first are converted.
+        """B's words of a stage are loaded, the first converted, while the one before is multiplied.
 
         A stage is released when the groups that read it have retired: in the next k-tile.
         """
