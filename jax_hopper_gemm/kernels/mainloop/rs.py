@@ -6,11 +6,12 @@ warpgroups share a tile's columns. For each 32 of K:
 
     load B's numbers from the stage -> widen to A's dtype -> wgmma, which reads A in shared memory
 
-Conversion of the next 32 runs beside the tensor cores, with registers of its own. At the end of a
-tile each warpgroup turns its sums, by way of shared memory, into the accumulators that a plain
-product would have left: the epilogue is no other.
+Conversion of the next 32, be they of the next k-tile, runs beside the tensor cores, with registers
+of its own. At the end of a tile each warpgroup turns its sums, by way of shared memory, into the
+accumulators that a plain product would have left: the epilogue is no other.
 
-With scales of groups along K, sums of a group are multiplied by them in float32.
+With scales of groups along K, sums of a group are multiplied by them in float32, when the first
+numbers of the next group have been converted.
 
 CuTe's names: sums are (wgmma, blocks of 64 columns, 1), of D transposed; acc is (wgmma, 64-row
 blocks, 1), of D.
@@ -46,9 +47,8 @@ from .rs_loads import LoadsAlongK, LoadsAlongN, Raw
 from .ss import SharedConsumer
 from .widening import make_conversion
 
-IN_FLIGHT = 2  # groups of wgmma, each with registers of its own for B
+SETS = 2  # of registers for `LDMATRIX_K` of B: one is multiplied, one is filled
 WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
-OF_GROUP = LDMATRIX_K // MMA_K  # instructions of a block in a group: as much K as is loaded at once
 
 
 def even(offset):
@@ -169,8 +169,6 @@ class RegisterConsumer(SharedConsumer):
         return part, (warpgroup_index * of_each + i) * BLOCK
 
     def multiply(self, view, ring, state, coords, on_issued):
-        if self.spec.k_group:
-            return self._accumulate_groups(view, ring, state, coords.k_tiles, on_issued)
         return self._accumulate(view, ring, state, coords.k_tiles, on_issued)
 
     def sums(self, view):
@@ -178,16 +176,19 @@ class RegisterConsumer(SharedConsumer):
 
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
-        """B's words of a stage are loaded while the one before is multiplied.
+        """B's words of a stage are loaded, the first converted, while the one before is multiplied.
 
         A stage is released when the groups that read it have retired: in the next k-tile.
         """
         release = state.clone()
         fragments, words = self.make_fragments(), self.make_words()
         mma = self.make_swapped_mma()
+        if cutlass.const_expr(self.spec.k_group > 0):
+            view.totals.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         ring.consumer_wait(state)
         self._load_stage(view, words, state.index)
+        self._convert(view, fragments[0], words, 0)
         following = self.following(state, k_tiles > 1)
         self._multiply_stage(mma, view, (fragments, words), ring, state, following, None)
         state = self.after(state)
@@ -225,11 +226,11 @@ class RegisterConsumer(SharedConsumer):
         ring.consumer_release(state)
 
     def make_fragments(self):
-        """Returns registers for B as wgmma reads it, of each group in flight, each 16 of its K."""
+        """Returns sets of registers for B as wgmma reads it, each 16 of a set's K."""
         mma = self.make_swapped_mma()
         shape = mma.get_slice(0).partition_shape_A((self.spec.converted_columns, MMA_K))
         make = partial(cute.make_rmem_tensor, shape, CUTE_DTYPE[self.spec.a_dtype])
-        return [[make() for _ in range(OF_GROUP)] for _ in range(IN_FLIGHT)]
+        return [[make() for _ in range(LDMATRIX_K // MMA_K)] for _ in range(SETS)]
 
     def make_words(self):
         """Returns registers for B's numbers in a stage, as they are loaded."""
@@ -239,7 +240,9 @@ class RegisterConsumer(SharedConsumer):
     def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
         """Multiplies a stage whose words are there, and loads those of the following one.
 
-        `release_previous` is called once all groups of the stage before have retired.
+        The first `LDMATRIX_K` of K have been converted before; here those of the following stage
+        are, which is waited for. `release_previous` is called once all wgmmas of the stage before
+        have retired.
         """
         fragments, words = registers
         self.before_read()
@@ -247,18 +250,39 @@ class RegisterConsumer(SharedConsumer):
         # following one is that before, not released yet, and of three it has just begun to load.
         many = self.spec.num_stages > 3 * self.step
         there = ring.consumer_try_wait(following) if many else None
-        for group in range(self.spec.tile_k // LDMATRIX_K):
-            if release_previous or group >= IN_FLIGHT:
-                warpgroup.wait_group(IN_FLIGHT - 1)
-            if release_previous and group == IN_FLIGHT - 1:
+        count, of_sum = self.spec.tile_k // LDMATRIX_K, self.spec.k_group // LDMATRIX_K
+        for i in range(count):
+            if of_sum and i % of_sum == 0:
+                scales = self._scales(view, i // of_sum, state.index)
+                mma.set(warpgroup.Field.ACCUMULATE, False)
+            self._multiply(mma, view, fragments[i % SETS], i, state.index)
+            self._load_following(view, words, ring, (i + 1) * LDMATRIX_K, following, there)
+            if release_previous or i:
+                warpgroup.wait_group(1)
+            if release_previous and i == 0:
                 release_previous()
-            self._multiply_group(mma, view, fragments, words, group, state.index)
-            done = (group + 1) * LDMATRIX_K
-            if done == WAIT_AT:
-                ring.consumer_wait(following, there)
-            if done >= WAIT_AT:
-                for k in range(0 if done == WAIT_AT else done - LDMATRIX_K, done, LDMATRIX_K):
-                    self._load_words(view, words, following.index, k)
+            self._convert(view, fragments[(i + 1) % SETS], words, (i + 1) % count)
+            if of_sum and (i + 1) % of_sum == 0:
+                warpgroup.wait_group(0)
+                self._add_group(view, scales)
+
+    def _multiply(self, mma, view, fragments, group, stage):
+        """Multiplies the `group`-th `LDMATRIX_K` of K of a stage."""
+        warpgroup.fence()
+        for i, fragment in enumerate(fragments):
+            tCrB = view.tCrB[None, None, group * len(fragments) + i, stage]
+            cute.gemm(mma, view.sums, fragment[None, None, 0], tCrB, view.sums)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def _load_following(self, view, words, ring, done, stage, there):
+        """Loads words of the following stage over those of this one that have been multiplied."""
+        if done == WAIT_AT:
+            ring.consumer_wait(stage, there)
+            for k in range(0, done, LDMATRIX_K):
+                self._load_words(view, words, stage.index, k)
+        elif done > WAIT_AT:
+            self._load_words(view, words, stage.index, done - LDMATRIX_K)
 
     def _load_stage(self, view, words, stage):
         for k in range(0, self.spec.tile_k, LDMATRIX_K):
@@ -276,62 +300,24 @@ class RegisterConsumer(SharedConsumer):
     def _first_word(self, span, k):
         return (span * self.spec.tile_k + k) // LDMATRIX_K * self.loads.words
 
-    def _multiply_group(self, mma, view, fragments, words, group, stage):
-        """Multiplies the `group`-th `LDMATRIX_K` of K of a stage."""
-        fragments = fragments[group % IN_FLIGHT]
-        for i, fragment in enumerate(fragments):
-            self._convert(view, fragment, words, group, i)
-        warpgroup.fence()
-        for i, fragment in enumerate(fragments):
-            tCrB = view.tCrB[None, None, group * OF_GROUP + i, stage]
-            cute.gemm(mma, view.sums, fragment[None, None, 0], tCrB, view.sums)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    def _convert(self, view, fragment, words, group, k16):
-        """Widens the words of the `k16`-th 16 of K of a group."""
-        registers = cute.recast_tensor(fragment, Uint32)
+    def _convert(self, view, fragments, words, group):
+        """Widens the words of the `group`-th `LDMATRIX_K` of K of a stage."""
         position, joined = view.raw.position, self.held.joined
-        for block in range(self.blocks):
-            first = self._first_word(block // joined, group * LDMATRIX_K)
-            for i in range(2):
-                for h in range(2):
-                    word = words[first + self.loads.index(k16 * MMA_K, h, i)]
-                    pairs = self.held.spread(word, position, block % joined, h)
-                    widened = self.conversion.widen(pairs, self.held.place(h))
-                    registers[4 * block + 2 * i + h] = widened
+        for k16, fragment in enumerate(fragments):
+            registers = cute.recast_tensor(fragment, Uint32)
+            for block, i, h in product(range(self.blocks), range(2), range(2)):
+                first = self._first_word(block // joined, group * LDMATRIX_K)
+                word = words[first + self.loads.index(k16 * MMA_K, h, i)]
+                pairs = self.held.spread(word, position, block % joined, h)
+                widened = self.conversion.widen(pairs, self.held.place(h))
+                registers[4 * block + 2 * i + h] = widened
 
-    @cute.jit
-    def _accumulate_groups(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
-        fragments, words = self.make_fragments(), self.make_words()
-        view.totals.fill(0.0)
-        for _ in cutlass.range(k_tiles, unroll=1):
-            ring.consumer_wait(state)
-            self._multiply_groups(view, fragments, words, state.index)
-            self.release(ring, state)
-            state.advance()
-        on_issued()
-        return state
-
-    def _multiply_groups(self, view, fragments, words, stage):
-        """Multiplies a stage, group by group of those along K that have scales."""
-        self._load_stage(view, words, stage)
-        self.before_read()
-        count = self.spec.k_group // LDMATRIX_K
-        for group in range(self.spec.tile_k // self.spec.k_group):
-            scales = [
-                [view.scales[part][x, group, stage] for x in pair] for part, pair in view.columns
-            ]
-            mma = self.make_swapped_mma()
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            for i in range(count):
-                if i >= IN_FLIGHT:
-                    warpgroup.wait_group(IN_FLIGHT - 1)
-                self._multiply_group(mma, view, fragments, words, group * count + i, stage)
-            warpgroup.wait_group(0)
-            self._add_group(view, scales)
+    def _scales(self, view, group, stage):
+        """Loads a thread's scales of the `group`-th group along K of a stage, two of a block."""
+        return [[view.scales[part][x, group, stage] for x in pair] for part, pair in view.columns]
 
     def _add_group(self, view, scales):
+        """Adds the sums of a group along K to the totals, times their scales."""
         values = self.spec.tile_m // 2  # of a block
         for block in range(self.blocks):
             for v in range(values):
