@@ -82,6 +82,15 @@ def test_what_follows_and_axes_are_as_without():
     )(x, w.T)
     assert (dx.shape, dx.dtype, dw.shape, dw.dtype) == (x.shape, x.dtype, w.T.shape, w.dtype)
 
+    def of_vector(x: Any, w: Any, state: Any) -> Any:  # whose gradient of weights contracts nothing
+        return jhg.dot_general(x, w, (((0,), (0,)), ((), ())), recipe=state)
+
+    row = x[0, 0]
+    dw, new = jax.grad(lambda *args: of_vector(*args).sum(), (1, 2))(row, w, state)
+    near = rounded(row, 2.0**-6, jnp.float8_e4m3fn)
+    np.testing.assert_allclose(np.float32(dw), np.broadcast_to(near[:, None], w.shape), rtol=2**-7)
+    assert new.amax_history[0, 0] == jnp.abs(row).max()
+
 
 def test_all_three_products_run_on_kernels_of_8_bits():
     def step(x: Any, w: Any, state: Any) -> Any:

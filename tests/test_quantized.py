@@ -140,6 +140,12 @@ def test_a_scalar_is_quantized():
     assert x.shape == () and x.values == 127 and np.isclose(x.dequantize(), 2.0)
 
 
+def test_a_vector_has_blocks():
+    x = normal((300,))
+    quantized, row = jhg.quantize(x, block=(128,)), jhg.quantize(x[None], block=(1, 128))
+    np.testing.assert_array_equal(quantized.dequantize(), row.dequantize()[0])
+
+
 def test_blocks_may_be_an_array():
     assert jhg.quantize(normal((4, 256)), block=jnp.array([1, 128])).scale.shape == (4, 2)  # type: ignore[arg-type]
 

@@ -88,6 +88,19 @@ def test_axes_of_dot_general_may_be_any(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+def test_the_dtype_of_two_dtypes_is_that_of_jax(recipe):
+    x, w, numbers = jnp.ones((8, 16), jnp.float16), jnp.ones((16, 16), jnp.bfloat16), ((1,), (0,))
+    sizes = jnp.array([8])
+    plain = lax.dot_general(x, w, (numbers, ((), ()))), lax.ragged_dot(x, w[None], sizes)
+    ours = (
+        jhg.dot_general(x, w, (numbers, ((), ())), recipe=recipe),
+        jhg.ragged_dot(x, w[None], sizes, recipe=recipe),
+    )
+    for y, like in zip(ours, plain, strict=True):
+        np.testing.assert_array_equal(y, like, strict=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
 def test_transformations_give_the_same_numbers(recipe):
     xs, w = normal((3, 136, 144), 0), normal((144, 128), 1)
 

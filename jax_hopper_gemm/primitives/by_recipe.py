@@ -19,7 +19,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..fusion.jaxprs import ClosedJaxpr, abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import GROUP, VARLEN_K_T, is_varlen_k
 from ..gemm.product import Product
@@ -98,7 +98,7 @@ class Operands:
         """Returns the same with as much K, of zeros at its end, as lines of a kernel need."""
         contracted = self.product.subscripts.contracted
         missing = -prod(self.left.extents[a] for a in contracted) % TMA_ALIGNMENT
-        if not missing:
+        if not missing or not contracted:
             return self
         left, *rights = (x.with_k(contracted, missing, self.blocks) for x in self.all)
         letters = Subscripts(left.letters, rights[0].letters, self.product.subscripts.out)
@@ -240,9 +240,10 @@ def _scaled(y: Any, lhs_scale: Any, rhs_scale: Any) -> Any:
 
 
 def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
+    as_it_is = partial(hopper_dot_p.bind, lhs, rhs, product=product.with_options(recipe=None))
     if (found := _operands(product, lhs, (rhs,))) is None:
-        return hopper_dot_p.bind(lhs, rhs, product=product.with_options(recipe=None))
-    return multiplied(found, product.options.preferred_element_type or jnp.result_type(lhs, rhs))
+        return as_it_is()
+    return multiplied(found, abstract(as_it_is).dtype)
 
 
 def multiplied(found: Operands, dtype: Any) -> jax.Array:
@@ -271,11 +272,12 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
 
 
 def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
+    plain = product.with_options(recipe=None)
+    as_it_is = partial(hopper_ragged_dot_p.bind, lhs, rhs, sizes, product=plain)
     if (found := _operands(product, lhs, (rhs,), (sizes,))) is None:
-        plain = product.with_options(recipe=None)
-        return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=plain)
-    dtype = product.options.preferred_element_type or jnp.result_type(lhs, rhs)
-    whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
+        return as_it_is()
+    dtype = abstract(as_it_is).dtype
+    whole = found.product.with_options(preferred_element_type=dtype)
     left, (right,) = found.left, found.rights
     if found.blocks:
         return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]

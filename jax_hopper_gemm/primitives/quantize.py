@@ -25,11 +25,11 @@ def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Arra
       dtype: float8_e4m3fn, float8_e5m2, int8 or int4.
       blocks: for each axis how many elements share a scale, or None for all.
     """
-    *others, first, last = (1, 1, *blocks)
-    lines = {(1, TILE), (TILE, 1), (TILE, TILE)}
+    others, lines = blocks[:-2], tuple(blocks[-2:])
     of_float8 = jnp.dtype(dtype).name in TARGETS
-    if (first, last) not in lines or set(others) != {1} or not of_float8:
+    if lines not in {(1, TILE), (TILE, 1), (TILE, TILE)} or {*others, 1} != {1} or not of_float8:
         return by_xla(x, dtype, blocks)
+    first, last = lines
     transposed = last == 1
     values, scale = hopper_quantize(x, dtype, min(first, last), transposed=transposed)
     if transposed:
