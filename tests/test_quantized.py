@@ -294,7 +294,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: jhg.matmul(Q, normal((256, 64))), TypeError, "b is .* quantize it, too"),
+        (lambda: jhg.matmul(Q, normal((256, 64))), TypeError,
+         "b is .* quantize it, too, or convert"),
         (lambda: jhg.matmul(jhg.Quantized(Q.values, Q.scale[0]), Q), ValueError, "K differs"),
         (lambda: jhg.dot_general(jhg.Quantized(Q.values, Q.scale[0]), Q, (((1,), (1,)), ((), ()))),
          ValueError, "expected the rank"),
@@ -304,6 +305,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          TypeError, "lhs.scale is a NoneType, expected an array"),
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
+        (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((2, 64, 8))), [3, 5]),  # type: ignore[arg-type]
+         TypeError, r"rhs is a Quantized, expected an array: its dequantize\(\) is one; beside 16"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, error, text):

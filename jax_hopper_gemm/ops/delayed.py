@@ -42,7 +42,9 @@ class DelayedScaling:
         state = recipes.DelayedScaling.initial()
         dw, state = jax.grad(loss, (0, 1))(w, state, x)  # jhg.matmul(x, w, recipe=state)
 
-    Numbers beyond the largest one become it, which a scale of former steps may let happen.
+    Numbers beyond the largest one become it, which a scale of former steps may let happen. JAX adds
+    gradients up, and so it would add the states of several calls: of products that share a state,
+    of mapped examples, of steps of a loop that reads one state, or of batches that are accumulated.
 
     Attributes:
       scale: (3,) float32, of activations, weights and cotangents, as last used.

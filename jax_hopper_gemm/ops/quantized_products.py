@@ -74,7 +74,8 @@ def run_quantized(
     for name, x in operands:
         if not isinstance(x, Quantized):
             raise TypeError(
-                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
+                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too, "
+                "or convert it to bfloat16 or float16"
             )
         if x.zero is not None:
             raise NotImplementedError(

@@ -97,7 +97,8 @@ def explain(
       not known while tracing.
 
     Raises:
-      ValueError, TypeError: as the function would; or a call of `einsum` is no product, or several.
+      ValueError, TypeError: as the function would; or a call is no product, or several, as one of
+        `einsum` may be, and one of weights with zero points.
     """
     if not any(function is x for x in FUNCTIONS):
         checks.check_accelerated("explain", function, implementation, fuse)

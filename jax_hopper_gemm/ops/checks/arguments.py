@@ -51,7 +51,7 @@ def _as_arrays(
 def not_numbers(x: Any, keys: bool = False) -> str | None:
     """Returns what an argument is in place of an array of numbers, or keys; None if it is one."""
     if not is_array(x):
-        return f"a {type(x).__name__}, expected an array: convert it with jnp.asarray"
+        return f"a {type(x).__name__}, expected an array: {_conversion(x)}"
     if isinstance(x, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, expected an array: jax.eval_shape and explain take shapes"
     if isinstance(x, np.ndarray | np.generic):
@@ -62,6 +62,12 @@ def not_numbers(x: Any, keys: bool = False) -> str | None:
     if not keys and isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return f"{describe(x)}, expected numbers"
     return None  # NOTE: what else has a shape and a dtype may be Qwix's, which then multiplies
+
+
+def _conversion(x: Any) -> str:
+    """Returns how an object becomes an array."""
+    dequantized = "its dequantize() is one; beside 16 bits weights stay as they are"
+    return dequantized if hasattr(x, "dequantize") else "convert it with jnp.asarray"
 
 
 def as_cotangent_dtype(op: str, dtype: Any) -> np.dtype | None:

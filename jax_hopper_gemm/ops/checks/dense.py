@@ -129,8 +129,8 @@ def matmul_axes(a: Any, b: Any) -> Any:
     fits = a_ndim >= 2 and b_ndim >= 2 and (not batch or np.shape(a)[:-2] == np.shape(b)[:-2])
     if not fits:
         raise NotImplementedError(
-            f"matmul: quantized arrays are {describe(a)} and {describe(b)}, expected (..., M, K) "
-            "by (K, N), or matrices in equal batches: reshape them"
+            f"matmul: what is multiplied in 8 bits is {describe(a)} and {describe(b)}, expected "
+            "(..., M, K) by (K, N), or matrices in equal batches: reshape them"
         )
     return ((a_ndim - 1,), (b_ndim - 2,)), (batch, batch)
 
