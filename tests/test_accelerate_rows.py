@@ -88,6 +88,22 @@ def test_statistics_are_those_of_the_stored_numbers() -> None:
     np.testing.assert_allclose(np.sum(found, -1), 1, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("all_fused")
+def test_a_maximum_is_one_of_the_numbers_that_are_compared_with_it() -> None:
+    """Its derivative divides by how many there are: computed anew from the product, none were."""
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16), BF16) for i in range(2))
+
+    def loss(x: Any, w: Any) -> Any:
+        y = x @ w
+        y = y / (1 + jnp.abs(y) * 0.1)
+        return jnp.sum((y + y.max(-1, keepdims=True)).astype(F32) ** 2)
+
+    results, operations = kernels(jax.grad(loss), x, w)[0]
+    assert results.count("bfloat16 2") == 2 and "reduce_max" in operations
+    found, expected = (np.float32(f(jax.grad(loss))(x, w)) for f in (jhg.accelerate, jax.jit))
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
 def test_xla_reads_a_row_once_for_a_softmax_of_which_nothing_else_is_read() -> None:
     def probabilities(x: Any, w: Any) -> Any:
         return jax.nn.softmax((x @ w).astype(F32)).astype(BF16)

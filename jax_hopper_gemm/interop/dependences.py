@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone
+from .kinds import FUSED_BY_XLA, MOVES, Along, Kind, along_of, moves_units_alone
 from .program import Program, converts_sums
 
 
@@ -124,6 +124,8 @@ class Dependences:
                 met = self.program.met[number]
                 if met is not inputs:
                     read.update(x for x in inputs if x not in met)
+                if equation.primitive.name == "eq" and any(map(self._is_maximum, inputs)):
+                    read.update(inputs)  # computed anew, none might be the maximum of its row
             elif kind == "layout":
                 read.update(x for x in inputs if self.kind(x) != "layout")
             elif kind == "reduction":
@@ -135,6 +137,15 @@ class Dependences:
         read |= self.program.returned
         self.read = self._sorted_by_equation(read)
         self.passing = self._sorted_by_equation(passing - read)
+
+    def _is_maximum(self, variable: Any) -> bool:
+        """Whether a variable is that of rows, which one of their numbers has to equal."""
+        while variable in self.makers and (inputs := self.inputs(variable)):
+            name = self.program.equations[self.makers[variable]].primitive.name
+            if name not in (*MOVES, "convert_element_type"):
+                return name == "reduce_max"
+            variable = inputs[0]
+        return False
 
     def _sorted_by_equation(self, found: set[Any]) -> list[Any]:
         """Returns the variables that regions may compute, in the order of their equations."""
