@@ -7,7 +7,7 @@ tensor is quantized in one pass, by a scale that is known before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..fusion.jaxprs import abstract, varying_together
 from ..gemm.product import Options, Product
 from ..gemm.recipes import E4M3, Float8
 from ..gemm.subscripts import Subscripts
+from ..primitives.auto_axes import in_auto_axes, is_explicit, stated_sharding
 from ..primitives.by_recipe import Operand, Operands, multiplied
+from ..primitives.dot import hopper_dot
 from ..primitives.quantize import rounded, scale_of
 from .batch_invariance import in_contexts
 from .steps import Steps
@@ -66,17 +69,28 @@ class DelayedScaling:
             )
         return cls(jnp.ones(3), jnp.zeros((3, length)), gradients)
 
-    def updated(self, number: int, amax: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the scale of a tensor at this step, and its history with this step's amax.
+    def current_scale(self, number: int) -> jax.Array:
+        """Returns the scale of a tensor at this step.
 
         No finite magnitude above 0 in the history: the scale stays.
         """
         dtype = self.gradients if number == COTANGENTS else E4M3
-        history = self.amax_history[number]
-        largest = jnp.max(history)
+        largest = jnp.max(self.amax_history[number])
         known = (largest > 0) & jnp.isfinite(largest)
-        scale = jnp.where(known, scale_of(largest, dtype), self.scale[number])
-        return scale, jnp.roll(history, -1).at[0].set(amax)
+        return jnp.where(known, scale_of(largest, dtype), self.scale[number])
+
+    def updated(self, scales: Sequence[Any], amaxes: Sequence[Any]) -> DelayedScaling:
+        """Returns the state after a step, of its scales and largest magnitudes.
+
+        Inside `jax.shard_map` devices that have one state have shards of one tensor, whose largest
+        magnitude is the largest of theirs.
+        """
+        amax, history = jnp.stack(varying_together(*amaxes)), self.amax_history
+        amax_axes, own_axes = (jax.typeof(x).manual_axis_type.varying for x in (amax, history))
+        if shared := tuple(amax_axes - own_axes):
+            amax = lax.pmax(amax, shared)
+        history = jnp.roll(history, -1, 1).at[:, 0].set(amax)
+        return replace(self, scale=jnp.stack(scales), amax_history=history)
 
 
 @dataclass(frozen=True)
@@ -87,41 +101,48 @@ class _Rule:
     subscripts: Subscripts
     options: Options
 
-    def multiply(self, subscripts: Subscripts, dtype: Any, *pairs: Any) -> Any:
+    def multiply(self, product: Product, *pairs: Any) -> Any:
         """Returns a product of two pairs of values and scales."""
+        if is_explicit(pairs):  # axes may be merged
+            like = abstract(partial(hopper_dot, product=product), *(x for x, _ in pairs))
+            inside = partial(self.multiply, replace(product, out_sharding=None))
+            return in_auto_axes(inside, like.sharding, *pairs)
+        subscripts, dtype = product.subscripts, product.options.preferred_element_type
         left, right = (
             Operand(x, letters, scale.reshape((1,) * x.ndim))
             for (x, scale), letters in zip(pairs, (subscripts.lhs, subscripts.rhs), strict=True)
         )
-        product = Product(subscripts, self.options)
-        if subscripts != self.subscripts:
-            product = product.with_options(precision=(lax.Precision.HIGHEST,) * 2)
         return multiplied(Operands(left, (right,), product, blocks=False).aligned(), dtype)
+
+    def gradient(self, subscripts: Subscripts, like: Any, values: Any, *pairs: Any) -> Any:
+        """Returns the gradient of an operand, of the dtype of `like` and sharded as `values`."""
+        options = replace(
+            self.options, precision=(lax.Precision.HIGHEST,) * 2, preferred_element_type=like.dtype
+        )
+        sharding = stated_sharding(jax.typeof(values))
+        return self.multiply(Product(subscripts, options, sharding), *pairs)
 
     def forward(self, x: Any, w: Any, state: DelayedScaling) -> Any:
         """Returns the product, then what the backward pass needs: 8 bits of an element."""
         found = [_quantized(a, state, i, E4M3) for i, a in enumerate((x, w))]
-        pairs, history = zip(*found, strict=True)
-        y = self.multiply(self.subscripts, self.options.preferred_element_type, *pairs)
+        pairs, amaxes = zip(*found, strict=True)
+        y = self.multiply(Product(self.subscripts, self.options), *pairs)
         like = tuple(jnp.zeros((), a.dtype) for a in (x, w))
-        return y, (pairs, history, state, like)
+        return y, (pairs, amaxes, state, like)
 
     def backward(self, residuals: Any, dy: Any) -> Any:
-        (x, w), history, state, (x_like, w_like) = residuals
+        (x, w), amaxes, state, (x_like, w_like) = residuals
         ct, last = _quantized(dy, state, COTANGENTS, state.gradients)
-        dx = self.multiply(self.subscripts.transpose_lhs(), x_like.dtype, ct, w)
-        dw = self.multiply(self.subscripts.transpose_rhs(), w_like.dtype, ct, x)
+        dx = self.gradient(self.subscripts.transpose_lhs(), x_like, x[0], ct, w)
+        dw = self.gradient(self.subscripts.transpose_rhs(), w_like, w[0], ct, x)
         scales = [scale for _, scale in (x, w, ct)]
-        return dx, dw, replace(
-            state, scale=jnp.stack(scales), amax_history=jnp.stack([*history, last])
-        )  # fmt: skip
+        return dx, dw, state.updated(scales, [*amaxes, last])
 
 
 def _quantized(x: Any, state: DelayedScaling, number: int, dtype: str) -> Any:
-    """Returns values with their scale, and the next history."""
-    wide = x.astype(jnp.float32)
-    scale, history = state.updated(number, jnp.max(jnp.abs(wide), initial=0.0))
-    return (rounded(wide / scale, dtype), scale), history
+    """Returns values with their scale, and the largest magnitude."""
+    wide, scale = x.astype(jnp.float32), state.current_scale(number)
+    return (rounded(wide / scale, dtype), scale), jnp.max(jnp.abs(wide), initial=0.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -174,5 +195,6 @@ def run_delayed(
     dtype, whole, several = steps.dtypes(options.preferred_element_type, jnp.result_type(x, w))
     options = in_contexts(replace(options, preferred_element_type=dtype))
     subscripts = Subscripts.of_dot_general(dimension_numbers, x.ndim, w.ndim)
+    x, w, *_ = varying_together(x, w, state.scale, state.amax_history)  # as the product does
     product = _product(x, w, state, _Rule(steps.op, subscripts, options))
     return steps.after(product, following, whole, several)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.subscripts import Subscripts
@@ -167,26 +167,6 @@ def _arranged(array: Any, groups: Sequence[Sequence[Any]]) -> Any:
 def _reshaped(array: Any, shape: Sequence[Any]) -> Any:
     """Reshapes an array, or returns it unchanged, so that lowering can see its producer."""
     return array if array.shape == tuple(shape) else array.reshape(shape)
-
-
-def is_explicit(*arrays: Any) -> bool:
-    """Whether the mesh of these arrays or abstract values has Explicit axes; skips None."""
-    return AxisType.Explicit in _mesh_of(arrays).axis_types
-
-
-def _mesh_of(arrays: Any) -> Any:
-    """Returns the mesh that is set, else that of the arrays."""
-    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
-        return mesh
-    leaves = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, ShapedArray))
-    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in leaves]
-    return next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), mesh)
-
-
-def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) -> Any:
-    """Returns `function(*arrays)` in Auto axes, with results sharded by `out_sharding`."""
-    with jax.sharding.use_abstract_mesh(_mesh_of(arrays)):
-        return jax.sharding.auto_axes(function, out_sharding=out_sharding)(*arrays)
 
 
 def partitions(array: Any) -> tuple[Any, ...]:

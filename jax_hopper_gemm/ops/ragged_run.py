@@ -22,6 +22,7 @@ from ..fusion.memo import memoised
 from ..gemm.groups import VARLEN_M_KN, Groups
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
+from ..primitives.auto_axes import in_auto_axes, is_explicit
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
@@ -30,8 +31,6 @@ from .dense import dot_general
 from .dense_run import INLINE
 from .ragged_axes import (
     RaggedAxes,
-    in_auto_axes,
-    is_explicit,
     partitions,
     sharding_of_product,
     shardings_of_results,

@@ -23,11 +23,12 @@ from ..fusion.jaxprs import ClosedJaxpr, abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import GROUP, VARLEN_K_T, is_varlen_k
 from ..gemm.product import Product
-from ..gemm.recipes import Format
+from ..gemm.recipes import BlockScaling, Format
 from ..gemm.spec import TMA_ALIGNMENT
 from ..gemm.subscripts import Subscripts
 from ..lowering.register import EXPANDED
 from .accumulators import apart
+from .auto_axes import in_auto_axes, is_explicit
 from .dot import hopper_dot_p
 from .fused_dot import fused_dot
 from .fused_primitive import hopper_fused_p, reference_fused
@@ -241,6 +242,9 @@ def _scaled(y: Any, lhs_scale: Any, rhs_scale: Any) -> Any:
 
 def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
     as_it_is = partial(hopper_dot_p.bind, lhs, rhs, product=product.with_options(recipe=None))
+    if is_explicit(lhs, rhs):  # axes are merged and cut into blocks
+        inside = partial(_dot, product=replace(product, out_sharding=None))
+        return in_auto_axes(inside, abstract(as_it_is).sharding, lhs, rhs)
     if (found := _operands(product, lhs, (rhs,))) is None:
         return as_it_is()
     return multiplied(found, abstract(as_it_is).dtype)
@@ -290,7 +294,11 @@ def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
 def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:
     lhs, rights, operands = args[0], args[1 : 1 + num_b], args[1 + num_b :]
     plain, rights = apart(product, rights)
-    if (found := _operands(plain, lhs, rights, operands)) is None:
+    assert (by := product.options.recipe)
+    # Where axes are Explicit no kernel has blocks: their products are cut in Auto axes each.
+    apart_by_blocks = isinstance(by.recipe, BlockScaling) and is_explicit(lhs, *rights)
+    found = None if apart_by_blocks else _operands(plain, lhs, rights, operands)
+    if found is None:
         whole = {"jaxpr": jaxpr, "product": product, "num_b": num_b, "in_place": in_place}
         return reference_fused(*args, **whole, by_xla=False)
     found = replace(found, product=found.product.with_options(preferred_element_type=WIDE))

@@ -31,6 +31,7 @@ from ..lowering.devices import padded_partitions, with_partitions
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.request import Request
+from .auto_axes import stated_sharding
 from .call_words import options_of_words, options_to_words
 from .define import Rules, define_primitive, promoted
 from .dot_general import dot_general_of
@@ -77,8 +78,7 @@ def cotangent_of(primal: Any, cotangent: Any, other: Any, product: Product, kept
 
     The `other` operand is the left one, 0, or the right one, 1.
     """
-    sharding = None if primal.sharding.mesh.empty else primal.sharding
-    subscripts = product.subscripts
+    sharding, subscripts = stated_sharding(primal), product.subscripts
     subscripts = subscripts.transpose_lhs() if kept else subscripts.transpose_rhs()
     cotangent, options = entering(primal, cotangent, other, product.options, kept)
     gradient = replace(product, subscripts=subscripts, options=options, out_sharding=sharding)

@@ -38,6 +38,7 @@ from ..gemm.dtypes import residual_of
 from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
 from .accumulators import accumulators_of, batched_product, multiply
+from .auto_axes import stated_sharding
 from .define import Rule, Rules, define_primitive
 from .dot import as_cotangent, cotangent_of, entering
 from .fused_dot_sharded import NAME, fused_of_shards
@@ -317,9 +318,8 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
         gradient = replace(product, subscripts=DGRAD[product.subscripts])
         total = as_cotangent(lhs.aval, multiply(gradient, cotangent, right, *sizes))
     else:
-        sharding = None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding
         subscripts = product.subscripts.transpose_lhs()
-        gradient = replace(product, subscripts=subscripts, out_sharding=sharding)
+        gradient = replace(product, subscripts=subscripts, out_sharding=stated_sharding(lhs.aval))
         total = cotangent_of(lhs.aval, cotangent, right, product, 1)
     for cotangent, right in more:
         total = _added(total, gradient, cotangent, right, *sizes)

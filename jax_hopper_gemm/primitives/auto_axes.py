@@ -1,0 +1,42 @@
+"""Functions that XLA shards where mesh axes are Explicit.
+
+The type of an array with Explicit mesh axes states its sharding, and JAX refuses operations whose
+result's it cannot tell, as of axes that merge. Where such axes are switched to Auto, XLA finds the
+shardings of what lies in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import AxisType
+
+
+def is_explicit(*arrays: Any) -> bool:
+    """Whether the mesh of these arrays or abstract values has Explicit axes; skips None."""
+    return AxisType.Explicit in _mesh_of(arrays).axis_types
+
+
+def _mesh_of(arrays: Any) -> Any:
+    """Returns the mesh that is set, else that of the arrays."""
+    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
+        return mesh
+    leaves = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, ShapedArray))
+    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in leaves]
+    return next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), mesh)
+
+
+def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) -> Any:
+    """Returns `function(*arrays)`, Explicit axes as Auto ones, and results of an `out_sharding`."""
+    mesh = _mesh_of(arrays)
+    axes = tuple(mesh.explicit_axes)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*arrays)
+
+
+def stated_sharding(aval: Any) -> Any:
+    """Returns the sharding that a type states; None without a mesh."""
+    return None if aval.sharding.mesh.empty else aval.sharding
