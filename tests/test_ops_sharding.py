@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from support.program_inspection import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import sharding
+from jax_hopper_gemm import recipes, sharding
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
@@ -119,6 +119,36 @@ def test_explicit_axes_pass_through_einsum_and_vmap():
         ours, theirs = (jax.jit(partial(product, f))(a, b) for f in (jhg.einsum, jnp.einsum))
         assert jax.typeof(ours) == jax.typeof(theirs)
         np.testing.assert_array_equal(ours, theirs)
+
+
+BY_RECIPE = [
+    recipes.BlockScaling(), recipes.CurrentScaling(),
+    recipes.DelayedScaling(jnp.full(3, 0.25), jnp.zeros((3, 2))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", BY_RECIPE, ids=lambda recipe: type(recipe).__name__)
+def test_explicit_axes_pass_through_products_by_recipes(recipe):
+    """Rows of two sharded axes are contracted in a gradient, K is no whole block of a device."""
+
+    def step(recipe, a, b):
+        def loss(a, b, state):
+            y = jhg.matmul(a, b, activation="relu", recipe=state or recipe)
+            return (y**2).sum(), y
+
+        state = recipe if isinstance(recipe, recipes.DelayedScaling) else None
+        gradients, y = jax.grad(loss, (0, 1, 2), has_aux=True)(a, b, state)
+        return y, gradients
+
+    a, b = integers((2, 6, 300)), integers((300, 8), seed=1)
+    whole = jax.jit(partial(step, recipe))(a, b)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a, b = jax.reshard(a, P("x", "y")), jax.reshard(b, P(None, None))
+        found = jax.jit(partial(step, recipe))(a, b)
+    _, (da, db, _) = found
+    assert [jax.typeof(x) for x in (da, db)] == [jax.typeof(x) for x in (a, b)]
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-2)
+    jax.tree.map(close, found, whole)
 
 
 def test_an_einsum_of_three_keeps_its_sharding():

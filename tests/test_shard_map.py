@@ -17,7 +17,7 @@ from support.collectives import run_counted
 from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import sharding
+from jax_hopper_gemm import recipes, sharding
 from jax_hopper_gemm.testing.lowered import specs_of
 
 SIZES = jnp.array([3, 0, 4, 1])
@@ -205,6 +205,40 @@ def test_parts_of_the_axis_left_are_not_partitioned_along():
         jhg.matmul, mesh=layout, axis_names={"x"}, in_specs=(P("x"), P()), out_specs=P("x")
     )
     np.testing.assert_array_equal(jax.jit(mapped)(a, b), jnp.matmul(a, b))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "names, lhs, rhs",
+    [
+        ({"x", "y"}, P("x"), P()),
+        ({"x", "y"}, P("x"), P(None, "y")),
+        ({"x"}, P("x"), P()),
+        ({"x"}, P(), P(None, "x")),
+    ],
+)
+def test_a_state_that_devices_share_has_the_largest_magnitude_of_all(axis_type, names, lhs, rhs):
+    """The next state, a gradient, is no sum over devices."""
+    specs = lhs, rhs, P(), P(*lhs or (None,), *rhs[1:])
+    over = tuple(names & {x for spec in (lhs, rhs) for x in spec if x})
+    layout = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    x, w, ct = (integers(shape, seed=i) for i, shape in enumerate(((8, 32), (32, 16), (8, 16))))
+    x, w, ct = x * jnp.arange(8.0)[:, None], w * jnp.arange(16.0), ct * jnp.arange(16.0)
+    state = recipes.DelayedScaling(jnp.full(3, 0.5), jnp.ones((3, 2)))
+
+    def loss(x: Any, w: Any, state: Any, ct: Any) -> Any:
+        return (jhg.matmul(x, w, recipe=state) * ct).sum()
+
+    mapped = jax.shard_map(
+        lambda *args: jax.lax.psum(loss(*args), over), mesh=layout, in_specs=specs, out_specs=P(),
+        axis_names=names,
+    )  # fmt: skip
+    with jax.set_mesh(layout):
+        places = (NamedSharding(layout, spec) for spec in specs)
+        args = map(jax.device_put, (x, w, state, ct), places)
+        found = jax.jit(jax.grad(mapped, (0, 1, 2)))(*args)
+    whole = jax.grad(loss, (0, 1, 2))(x, w, state, ct)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3), found, whole)
 
 
 # What is lowered for a GPU.

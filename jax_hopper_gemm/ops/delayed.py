@@ -26,6 +26,7 @@ from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.dot import hopper_dot
 from ..primitives.quantize import rounded, scale_of
 from .batch_invariance import in_contexts
+from .dense_run import INLINE
 from .steps import Steps
 
 ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
@@ -48,6 +49,9 @@ class DelayedScaling:
     Numbers beyond the largest one become it, which a scale of former steps may let happen. JAX adds
     gradients up, and so it would add the states of several calls: of products that share a state,
     of mapped examples, of steps of a loop that reads one state, or of batches that are accumulated.
+
+    Inside `jax.shard_map` devices that share a state get the largest magnitudes of all; with
+    `check_vma=False` JAX does not tell who shares one, and adds the states up.
 
     Attributes:
       scale: (3,) float32, of activations, weights and cotangents, as last used.
@@ -161,6 +165,11 @@ def _backward(rule: _Rule, residuals: Any, dy: Any) -> Any:
 _product.defvjp(_forward, _backward)
 
 
+@partial(jax.jit, static_argnums=(3,), inline=INLINE)
+def _traced(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
+    return _product(x, w, state, rule)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _once(function: Callable[..., Any], op: str, *arrays: Any) -> Any:
     """Calls a rule's function, whose own derivative is an error."""
@@ -196,5 +205,5 @@ def run_delayed(
     options = in_contexts(replace(options, preferred_element_type=dtype))
     subscripts = Subscripts.of_dot_general(dimension_numbers, x.ndim, w.ndim)
     x, w, *_ = varying_together(x, w, state.scale, state.amax_history)  # as the product does
-    product = _product(x, w, state, _Rule(steps.op, subscripts, options))
+    product = _traced(x, w, state, _Rule(steps.op, subscripts, options))
     return steps.after(product, following, whole, several)
