@@ -150,6 +150,26 @@ def test_einsum_follows_jnp(subscripts, lhs_shape, rhs_shape, dtype):
     assert_same(jhg.einsum(subscripts, lhs, rhs), jnp.einsum(subscripts, lhs, rhs))
 
 
+@pytest.mark.parametrize(
+    "subscripts, lhs_shape, rhs_shape",
+    [("ka,kbc->abc", (8, 4), (8, 6, 5)), ("eka,keb->eab", (3, 8, 4), (8, 3, 6))],
+)
+def test_bfloat16_with_an_epilogue_runs_where_xla_cpu_cannot_sum_in_float32(
+    subscripts, lhs_shape, rhs_shape
+):
+    lhs, rhs = integers(lhs_shape, "bfloat16"), integers(rhs_shape, "bfloat16", seed=1)
+
+    def run(einsum, lhs, rhs):
+        result, pull = jax.vjp(partial(einsum, subscripts), lhs, rhs)
+        return result, pull(result)
+
+    ours = partial(run, partial(jhg.einsum, epilogue=jnp.abs))
+    theirs = partial(run, lambda *args: jnp.abs(jnp.einsum(*args)))
+    jax.tree.map(assert_same, jax.jit(ours)(lhs, rhs), theirs(lhs, rhs))
+    mapped, both = partial(jax.vmap, in_axes=(None, 0)), jnp.stack([rhs, -rhs])
+    jax.tree.map(assert_same, jax.jit(mapped(ours))(lhs, both), mapped(theirs)(lhs, both))
+
+
 MANY = [
     ("ij->ji", 1, "auto", 0),
     ("ii", 1, True, 0),

@@ -54,12 +54,55 @@ def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:
 def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     """The product as XLA computes it."""
     dot, params = dot_general_of(product)
+    left, right = _ordered(dot, lhs, rhs)
+    narrow = left.dtype == right.dtype == jnp.bfloat16
+    to_wide = narrow and params["preferred_element_type"] == jnp.float32
+    if to_wide and _is_folded(left.ndim, right.ndim, dot.dimension_numbers):
+        return _folded_dot_p.bind(lhs, rhs, product=product)
+    return _xla_dot(lhs, rhs, product=product)
+
+
+def _xla_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
+    dot, params = dot_general_of(product)
     out = lax.dot_general_p.bind(*_ordered(dot, lhs, rhs), **params)
     return lax.transpose(out, dot.permutation)
 
 
 def _ordered(dot: DotGeneral, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     return (rhs, lhs) if dot.swap_ab else (lhs, rhs)
+
+
+# Products of bfloat16 into float32 that XLA:CPU fails to run: it is given wider operands.
+
+
+def _is_folded(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> bool:
+    """Whether the left operand is one of matrices (K, M), and the right one is of none.
+
+    XLA:CPU widens operands unless a library runs their product, which wants K last on the left.
+    It asks when the axes of both are in that order, by a transpose, and K is first again when this
+    is folded into the product: "Unsupported element type for DotThunk".
+    """
+    (lhs_contracted, _), (lhs_batch, rhs_batch) = dimension_numbers
+    count = len(lhs_batch)
+    leading = tuple(range(count))
+    k_first = (lhs_batch, lhs_contracted, lhs_ndim) == (leading, (count,), count + 2)
+    return k_first and (rhs_batch != leading or rhs_ndim > count + 2)
+
+
+def _widened_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
+    return _xla_dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), product=product)
+
+
+def _batch_folded(axis_data: Any, operands: Any, axes: Any, *, product: Product) -> Any:
+    return reference_dot(*operands, product=batched(product, axis_data, axes)), 0
+
+
+_folded_dot_p = define_primitive(
+    "folded_dot",
+    _xla_dot,
+    rules=Rules(linear_in=(0, 1), transpose="reference", batch=_batch_folded),
+)
+mlir.register_lowering(_folded_dot_p, lower_fun_once(_widened_dot), platform="cpu")
 
 
 # Derivatives and vmap: the letters change places.
