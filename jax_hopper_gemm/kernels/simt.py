@@ -260,6 +260,8 @@ class SimtKernel:
     def wait(self, barriers, stage, phase, there):
         """Waits until a stage is filled, if a k-tile is `there`, for all threads."""
         if cutlass.const_expr(self.tma_bytes > 0):
+            # NOTE: ordinary loads have read the stage before, which TMA refills by another proxy.
+            cute.arch.fence_proxy("async.shared", space="cta")
             if there:
                 cute.arch.mbarrier_wait(_barrier_of(barriers, stage), phase)
         if cutlass.const_expr(not (self.a_by_tma and self.b_by_tma)):
