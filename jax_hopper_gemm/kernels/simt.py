@@ -126,7 +126,7 @@ class SimtKernel:
         column = warp // (s.tile_m // WARP_M) * WARP_N + simt.first_column(lane)
         acc = cute.make_rmem_tensor((1, simt.THREAD_M, simt.THREAD_N), Float32)
         acc.fill(0.0)
-        self.multiply(sources, sAB, barriers, warp, row, column, args.k_tiles, acc)
+        self.multiply(sources, sAB, barriers, warp, (row, column), args.k_tiles, acc)
         _hold_in_other_banks(acc, args.k_tiles, args.d.pointer)
         self.store(args.d, e, batch, m + row, n + column, acc)
 
@@ -179,9 +179,12 @@ class SimtKernel:
         )
 
     @cute.jit
-    def multiply(self, sources, sAB, barriers, warp, row, column, k_tiles, acc):
-        """Adds up the products of all k-tiles, in the order of K."""
-        s, ahead = self.spec, self.spec.num_stages - 1
+    def multiply(self, sources, sAB, barriers, warp, first, k_tiles, acc):
+        """Adds up the products of all k-tiles, in the order of K.
+
+        `first` are a thread's first row and column in the tile.
+        """
+        s, ahead, (row, column) = self.spec, self.spec.num_stages - 1, first
         boxes = [source for source in sources if isinstance(source, Boxes)]
         copied = [source for source in sources if isinstance(source, Source)]
         for i in cutlass.range_constexpr(ahead):
@@ -206,8 +209,8 @@ class SimtKernel:
             sA, sB = sAB + read + row, sAB + read + (self.b_start + column)
             for block in cutlass.range(self.blocks - 1, unroll=1):
                 self.copy(copied, block, k_tile, write, wanted)
-                first = block * self.block_k
-                at_a, at_b = sA + first * self.a_pitch, sB + first * self.b_pitch
+                begin = block * self.block_k
+                at_a, at_b = sA + begin * self.a_pitch, sB + begin * self.b_pitch
                 for k in cutlass.range_constexpr(self.block_k):
                     self.read(at_a, at_b, k + 1, tCrA, tCrB)
                     self.add_products(k, tCrA, tCrB, acc)

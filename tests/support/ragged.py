@@ -24,7 +24,7 @@ def by_loop(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
     return out
 
 
-def numbers(contracting: Any, batch: Any, ragged: int, group: int | None) -> Any:
+def numbers(contracting: Any, batch: Any, ragged: Any, group: int | None) -> Any:
     return lax.RaggedDotDimensionNumbers(
         (contracting, batch), [ragged], [] if group is None else [group]
     )
