@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SMEM_ALIGNMENT = 1024  # bytes: where the widest swizzle repeats
-SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
+SMEM_VECTOR = 128  # bytes: alignment of what TMA loads unswizzled, as rows and columns
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes

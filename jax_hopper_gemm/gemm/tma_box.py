@@ -15,7 +15,8 @@ class TmaBox:
     """What one TMA copy moves: `contiguous` elements by `other`, in a `swizzle`-byte pattern.
 
     A box is as wide as the swizzle and as long as the tile, so a wider tile takes several. CTAs
-    of a cluster that share a tile each load a part of every box and multicast it.
+    of a cluster that share a tile each load a part of every box and multicast it. Without a
+    swizzle, 0, a box is as wide as the tile: scales, operands of SGEMM.
     """
 
     contiguous: int

@@ -26,11 +26,11 @@ from cutlass.memory import SmemAllocator
 from ..gemm import simt
 from ..gemm.raster import tile_at
 from ..gemm.simt import ITEMSIZE, VECTOR, WARP_M, WARP_N, Copies
+from ..gemm.smem import SMEM_VECTOR
 from ..gemm.tma_box import TmaBox
 from .mainloop.tma import check_box
 
 ALIGNMENT = 16  # bytes: of a vector
-TMA_ALIGNMENT = 128  # of what TMA writes in shared memory
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SimtKernel:
         lane = cute.arch.lane_idx()
         m, n, batch = tile_at(args.raster, cute.arch.block_idx()[0], Int64, Int32)
         m, n = m * s.tile_m, n * s.tile_n
-        sAB = cute.recast_ptr(SmemAllocator().allocate(s.smem_bytes, TMA_ALIGNMENT), dtype=Float32)
+        sAB = cute.recast_ptr(SmemAllocator().allocate(s.smem_bytes, SMEM_VECTOR), dtype=Float32)
         barriers = sAB + (self.b_start + self.b_pitch * s.tile_k)
         self.set_up(barriers, warp)
 
