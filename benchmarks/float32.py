@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax import lax
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import considered_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -67,10 +68,18 @@ def launched(problem: GemmProblem, spec: GemmSpec) -> list[KernelSpec]:
     return all_specs_of(function, *benchmark.input_shapes(problem)[0])
 
 
+def whole_product(problem: GemmProblem) -> Callable:
+    """Returns the product by FMA units as users get it, which may transpose operands first."""
+    dims = shapes.dimension_numbers(problem)
+    how: Any = {"precision": "highest", "implementation": "hopper"}
+    return jax.jit(lambda a, b: jhg.dot_general(a, b, dims, **how))
+
+
 def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str, GemmSpec]:
     """Returns the kernels of a problem `asked` for to time, that of dispatch first."""
     chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
-    found = {} if chosen is None else {f"{precision} chosen": chosen}
+    name = "as it lies" if problem.simt else "chosen"
+    found = {} if chosen is None else {f"{precision} {name}": chosen}
     if everything:
         for spec in considered_specs(problem):
             large = spec.tile_m * spec.tile_n >= 128 * 64
@@ -78,7 +87,7 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
                 tile = f"{spec.tile_m}x{spec.d_tile_n} {spec.cluster_m}x{spec.cluster_n}"
                 way = "".join((" transposed" * (spec.d_major == "m"), " cut" * spec.reads_parts))
                 found[f"{precision} {tile}{way}"] = spec
-        if chosen and problem.simt:
+        if chosen and problem.simt:  # others of its kind
             for tile_m, tile_k in ((128, 16), (256, 32)):
                 stages = simt.NUM_STAGES[tile_k]
                 spec = replace(chosen, tile_m=tile_m, tile_k=tile_k, num_stages=stages)
@@ -121,6 +130,10 @@ def main() -> int:
             for spec in kernels(asked(problem, precision), precision, arguments.all).values()
             for each in launched(asked(problem, precision), spec)
         ]
+        if "HIGHEST" in arguments.precisions:
+            for problem in found:
+                inputs = benchmark.input_shapes(problem)[0]
+                specs += all_specs_of(whole_product(problem), *inputs)
         return command_line.build(specs, arguments.build)
     return measure(found, arguments)
 
@@ -140,6 +153,8 @@ def measure(found: list[GemmProblem], arguments: argparse.Namespace) -> int:
             else:
                 functions[f"XLA {precision}"] = function
         for precision in arguments.precisions:
+            if precision == "HIGHEST":
+                functions["HIGHEST chosen"] = whole_product(problem)
             of_kernel = asked(problem, precision)
             for name, spec in kernels(of_kernel, precision, arguments.all).items():
                 order = best_raster_order(of_kernel, spec, device)

@@ -250,6 +250,9 @@ class SimtKernel:
             if (warp == 0) & (k_tile < k_tiles):
                 full = _barrier_of(barriers, offset)
                 with cute.arch.elect_one():
+                    # NOTE: ordinary loads, behind the block's barrier, have read the stage, which
+                    # TMA refills by another proxy.
+                    cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.tma_bytes)
                 for box in boxes:
                     box.copy(k_tile, offset, full)
@@ -263,8 +266,6 @@ class SimtKernel:
     def wait(self, barriers, stage, phase, there):
         """Waits until a stage is filled, if a k-tile is `there`, for all threads."""
         if cutlass.const_expr(self.tma_bytes > 0):
-            # NOTE: ordinary loads have read the stage before, which TMA refills by another proxy.
-            cute.arch.fence_proxy("async.shared", space="cta")
             if there:
                 cute.arch.mbarrier_wait(_barrier_of(barriers, stage), phase)
         if cutlass.const_expr(not (self.a_by_tma and self.b_by_tma)):

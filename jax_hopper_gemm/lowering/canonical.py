@@ -132,7 +132,7 @@ def _in_stack(p: GemmProblem, request: Request, swap_ab: bool) -> GemmProblem:
 
 def _sums_of(request: Request) -> dict[str, Any]:
     """Returns the problem's fields that say how products are summed; none: as tensor cores do."""
-    if _is_simt(request):
+    if is_simt(request):
         return {"simt": True}
     if terms := _bf16_terms(request):
         return {"bf16_terms": terms}
@@ -165,10 +165,10 @@ def _bf16_terms(request: Request) -> int:
 
 def reads_any_major(request: Request) -> bool:
     """Whether kernels for the precision pass float32 through registers, from any layout."""
-    return _bf16_terms(request) > 0 or _is_simt(request)
+    return _bf16_terms(request) > 0 or is_simt(request)
 
 
-def _is_simt(request: Request) -> bool:
+def is_simt(request: Request) -> bool:
     """Whether the products of float32 numbers are to be summed in IEEE float32."""
     if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
         return False

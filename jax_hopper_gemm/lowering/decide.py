@@ -11,17 +11,20 @@ from math import prod
 from typing import Any
 
 from ..dispatch import Device, pass_ns
+from ..dispatch.device import CYCLES_PER_NS, FMA_UNITS, H200
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
-from .canonical import reads_any_major
+from ..gemm.simt import VECTOR
+from .canonical import is_simt, reads_any_major
 from .origins import Origin
 from .request import Request
 from .route import Route, read_for, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
 WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
+ACROSS_GAIN = 0.04  # measured: of SGEMM's time, where an operand does not lie along K
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class Form:
 
     request: Request
     stored: tuple[int, ...] = ()  # operands that are read as they are stored, before a transpose
-    # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone, and the
-    # contracted axes must be one. No copy is made where XLA writes the operand in this order.
+    # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone, the
+    # contracted axes must be one, and SGEMM is faster across K. No copy is made where XLA writes
+    # the operand in this order.
     copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
     widened: tuple[int, ...] = ()  # operands that a kernel converts to 16 bits on chip
+    why: str = ""  # operands are copied, if they need not be
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ def _decided(
     elif chosen.path == "xla" and form.copied:  # for no kernel
         form = Form(request)
     reason = chosen.reason
-    if len(routes) > 1 and chosen.path == "hopper":
+    if chosen.path == "hopper" and form.why:
+        reason = f"{reason}; {form.why}"
+    elif len(routes) > 1 and chosen.path == "hopper":
         reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"
     return Decision(form, chosen, reason)
 
@@ -102,9 +109,10 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
     if request.blocks or request.symbolic:  # scales lie as the operands do
         return [Form(request)]
     through = _stored(request, origins) or Form(request)
+    across = _across_k(through)
     in_place = _gathering(_indexing(through, origins), origins)
     narrow = _narrow(through, origins)
-    forms: list[Form] = []
+    forms = [across] if across else []
     if narrow:
         forms += [_gathering(_indexing(narrow, origins), origins), narrow]
     ordered = _ordered(through, origins)
@@ -248,6 +256,29 @@ def _along_k(request: Request) -> Form | None:
         operands = range(1, 1 + request.num_b) if i else (0,)
         copied += [(operand, permutation) for operand in operands]
     return Form(request, copied=tuple(copied)) if copied else None
+
+
+def _across_k(form: Form) -> Form | None:
+    """Returns the same product of copies that do not lie along K, where FMA units repay these.
+
+    TMA brings such operands into stages as they lie there. None where nothing would change.
+    """
+    request = form.request
+    if not is_simt(request) or request.groups or request.indexed or request.num_b > 1:
+        return None
+    subscripts, extents = request.subscripts, request.extents
+    batch, contracted = subscripts.batch, subscripts.contracted
+    free = subscripts.lhs_free, subscripts.rhs_free
+    if any(prod(extents[x] for x in lines) % VECTOR for lines in free):
+        return None  # TMA brings whole vectors
+    saved = ACROSS_GAIN * prod(extents.values()) / (FMA_UNITS * H200.num_sms * CYCLES_PER_NS)
+    for i, letters in enumerate((subscripts.lhs, subscripts.rhs)):
+        moved = 2 * DTYPES["float32"].itemsize * prod(extents[x] for x in letters)
+        if letters[-1:] not in free[i] and pass_ns(moved) < saved:
+            own = "".join(x for x in letters if x in batch)
+            form = _transposed(form, i, tuple(map(letters.index, own + contracted + free[i])))
+    why = "XLA first transposes what lies along K, which FMA units read slower than that takes"
+    return replace(form, why=why) if form.copied else None
 
 
 def _ordered(form: Form, origins: Sequence[Origin]) -> Form | None:
