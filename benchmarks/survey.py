@@ -12,7 +12,8 @@ does in more time.
 
 Of each product these kernels are timed, in one program with XLA's own product, so that all share
 clock and temperature: the one that dispatch would run, those of least expected cost, the best of
-each kind, and the best two of `UNTRIED`, which dispatch does not know. Of large results of short K
+each kind, and the best two of `UNTRIED`, which dispatch does not know; with `--tiles` also the best
+tiles of these, without K shared, alone and in clusters of two. Of large results of short K
 also those of `DYNAMIC`, unless one kernel is asked for. The time of a kernel is
 CUPTI's, the median over the rounds; every launch reads another set of inputs.
 """
@@ -68,7 +69,7 @@ UNTRIED = (
     *(
         Config(tile_m, tile_n, cluster_m=m, cluster_n=n, split_k=split_k)
         for tile_m, tile_n, (m, n), split_k in product(
-            (64, 128, 256), range(16, 257, 16), ((1, 1), (2, 1), (1, 2)), (False, True)
+            (64, 128, 192, 256), range(16, 257, 16), ((1, 1), (2, 1), (1, 2)), (False, True)
         )
     ),
     *(
@@ -142,8 +143,13 @@ def _stores_narrow(spec: GemmSpec) -> bool:
     return spec.d_major == "n" and spec.epi_tile_n < WIDE_EPI_TILE
 
 
-def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candidate]:
-    """Returns the kernels to time; no two have one name, by which a profile tells them apart."""
+def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0) -> list[Candidate]:
+    """Returns the kernels to time; no two have one name, by which a profile tells them apart.
+
+    Args:
+      count: kernels, as the file says.
+      tiles: more of `UNTRIED`, in all their clusters.
+    """
     chosen = choose(problem, device, kernel_only=True).spec
     known = ranked(problem, device, considered_specs(problem))
 
@@ -172,6 +178,11 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
         *islice(usual, max(LEADERS, count - UNTRIED_COUNT)),
         *islice(best_of_kinds(untried), UNTRIED_COUNT),
     ][:count]
+    of_tiles: dict[Any, list[GemmSpec]] = defaultdict(list)
+    for _, spec in legal(UNTRIED) if tiles else ():
+        if not (spec.split_k or spec.short_boxes):
+            of_tiles[spec.tile_m, spec.tile_n, spec.d_major].append(spec)
+    found += chain.from_iterable(islice(of_tiles.values(), tiles))
     if stores(problem) and count > 1:
         found += [spec for _, spec in legal(DYNAMIC)]
     by_name = {spec.name: spec for spec in reversed(found)}
@@ -239,7 +250,8 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         batch = problems[first : first + BATCH]
         if time.monotonic() - start > arguments.seconds:
             break
-        chosen = [candidates(problem, device, arguments.candidates) for problem in batch]
+        counts = arguments.candidates, arguments.tiles
+        chosen = [candidates(problem, device, *counts) for problem in batch]
         calls: list[tuple[Any, tuple]] = []
         for problem, kernels in zip(batch, chosen, strict=True):
             inputs = benchmark.input_shapes(problem)
@@ -310,6 +322,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
     parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
     parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
+    parser.add_argument("--tiles", type=int, default=0, help="tiles in all clusters [0]")
     parser.add_argument("--rounds", type=int, default=5, help="launches of each [5]")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which it stops [500]")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -326,7 +339,8 @@ def main() -> int:
     if arguments.suite:
         problems = list(shapes.suite(arguments.suite))
     if arguments.build:
-        chosen = (x for p in problems for x in candidates(p, H200, arguments.candidates))
+        counts = arguments.candidates, arguments.tiles
+        chosen = (x for p in problems for x in candidates(p, H200, *counts))
         report = cubin.build(list(dict.fromkeys(s for s, _ in chosen)), folder=arguments.build)
         print(report)
         return 1 if report.failures else 0
