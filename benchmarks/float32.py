@@ -4,7 +4,8 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/float32.py --json float32.json
     ... --precisions HIGHEST --xla highest             SGEMM alone
 
-Of each product, for each precision: XLA, and the kernels to choose among. Layouts are those of A
+Of each product, for each precision: XLA, and the kernels to choose among; at HIGHEST also the whole
+product as users get it ("chosen"), beside its kernel alone ("as it lies"). Layouts are those of A
 and B: a product stored (N, M) is that of the transposed operands, so these are all eight. Errors
 are those of the first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime,
 CUPTI.
@@ -87,7 +88,7 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
                 tile = f"{spec.tile_m}x{spec.d_tile_n} {spec.cluster_m}x{spec.cluster_n}"
                 way = "".join((" transposed" * (spec.d_major == "m"), " cut" * spec.reads_parts))
                 found[f"{precision} {tile}{way}"] = spec
-        if chosen and problem.simt:  # others of its kind
+        if chosen and problem.simt:
             for tile_m, tile_k in ((128, 16), (256, 32)):
                 stages = simt.NUM_STAGES[tile_k]
                 spec = replace(chosen, tile_m=tile_m, tile_k=tile_k, num_stages=stages)

@@ -8,6 +8,7 @@ from .choice import Decision as Decision
 from .choice import choose as choose
 from .choice import choose_invariant as choose_invariant
 from .cost import estimate as estimate
+from .cost import fma_ns as fma_ns
 from .cost import pass_ns as pass_ns
 from .device import H200 as H200
 from .device import Device as Device

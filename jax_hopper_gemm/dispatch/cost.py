@@ -251,11 +251,16 @@ def cutting_ns(problem: GemmProblem) -> float:
     return sum(pass_ns(ceil(CUT_PASSES * lines * p.k * moved)) for lines in operands)
 
 
+def fma_ns(products: float) -> float:
+    """Returns the least time in which the FMA units of all SMs add up so many products."""
+    return products / (FMA_UNITS * 132 * CYCLES_PER_NS)
+
+
 def roofline_ns(problem: GemmProblem) -> float:
     """Returns the least time that any kernel needs: tensor cores or device memory, all busy."""
     if problem.simt:
-        fma_ns = problem.flops / (2 * FMA_UNITS * 132 * CYCLES_PER_NS)
-        return LAUNCH_NS + max(fma_ns, problem.bytes / MEMORY_BYTES_PER_NS)
+        busy = max(fma_ns(problem.flops / 2), problem.bytes / MEMORY_BYTES_PER_NS)
+        return LAUNCH_NS + busy
     mma_k = 16 / problem.bf16_terms if problem.bf16_terms else DTYPES[problem.a_dtype].mma_k
     peak_flops_per_ns = 820e3 * mma_k / 16  # of bfloat16 measured, 8192^3
     busy = max(problem.flops / peak_flops_per_ns, problem.bytes / MEMORY_BYTES_PER_NS)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..dispatch import Device, pass_ns
-from ..dispatch.device import CYCLES_PER_NS, FMA_UNITS, H200
+from ..dispatch import Device, fma_ns, pass_ns
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
@@ -42,7 +41,7 @@ class Form:
     # the operand in this order.
     copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
     widened: tuple[int, ...] = ()  # operands that a kernel converts to 16 bits on chip
-    why: str = ""  # operands are copied, if they need not be
+    why: str = ""  # said of a form that copies operands though a kernel reads them as they lie
 
 
 @dataclass(frozen=True)
@@ -271,7 +270,7 @@ def _across_k(form: Form) -> Form | None:
     free = subscripts.lhs_free, subscripts.rhs_free
     if any(prod(extents[x] for x in lines) % VECTOR for lines in free):
         return None  # TMA brings whole vectors
-    saved = ACROSS_GAIN * prod(extents.values()) / (FMA_UNITS * H200.num_sms * CYCLES_PER_NS)
+    saved = ACROSS_GAIN * fma_ns(prod(extents.values()))
     for i, letters in enumerate((subscripts.lhs, subscripts.rhs)):
         moved = 2 * DTYPES["float32"].itemsize * prod(extents[x] for x in letters)
         if letters[-1:] not in free[i] and pass_ns(moved) < saved:
