@@ -29,7 +29,6 @@ _FREE = {
 }  # fmt: skip
 _KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on elements
 _EXACT = {*_FREE, "abs", "convert_element_type", "neg", "transpose"}  # the same bits anywhere
-_COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,9 @@ class _Cut:
             if equation not in self._run:
                 continue
             if not reduced.isdisjoint(equation.inputs):
-                if equation.name in _COMPARISONS and not recomputed.isdisjoint(equation.inputs):
+                if equation.name in op_table.COMPARISONS and not recomputed.isdisjoint(
+                    equation.inputs
+                ):
                     return True
                 reduced.update(equation.outputs)
             elif equation.name not in _EXACT or not recomputed.isdisjoint(equation.inputs):

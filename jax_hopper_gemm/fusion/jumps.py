@@ -13,10 +13,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .jaxprs import INLINED, is_inexact
-from .op_table import SAME
+from .op_table import COMPARISONS, SAME
 
 _CALLS = INLINED | {"custom_jvp_call": "call_jaxpr"}
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _STEPS = {"sign", "floor", "ceil", "round", "rem"}
 _BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
 _MOVES = {
@@ -94,7 +93,7 @@ class _Search:
 
     def _is_kept(self, name: str, atoms: Sequence[Any]) -> bool:
         """Whether the result of a jump is that of the values before they were rounded."""
-        if name in _COMPARISONS:
+        if name in COMPARISONS:
             is_nan_test = atoms[0] is atoms[1]
             return is_nan_test or any(map(_is_infinite, atoms)) or self._common(atoms) is not None
         return name == "is_finite" or (name == "sign" and self._common(atoms) is not None)

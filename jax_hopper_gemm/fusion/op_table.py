@@ -17,6 +17,7 @@ SUMS = names("sum")  # of accumulators that graphs hold as float32
 STORED = NUMBERS + QUANTIZED  # of values that kernels store
 NARROW = tuple(name for name in NUMBERS if DTYPES[name].digits < DTYPES["float32"].digits)
 
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")  # of two numbers; the result is a bool
 _FLOAT16_SMALLEST = 2.0**-14  # normal number; reduce_precision makes zeros of what is smaller
 
 Rule = Callable[..., int]

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from .kinds import FUSED_BY_XLA, MOVES, Along, Kind, along_of, moves_units_alone
+from ..fusion.op_table import COMPARISONS
+from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone
 from .program import Program, converts_sums
 
 
@@ -124,8 +125,8 @@ class Dependences:
                 met = self.program.met[number]
                 if met is not inputs:
                     read.update(x for x in inputs if x not in met)
-                if equation.primitive.name == "eq" and any(map(self._is_maximum, inputs)):
-                    read.update(inputs)  # computed anew, none might be the maximum of its row
+                if equation.primitive.name in COMPARISONS and self._meet_again(*inputs):
+                    read.update(inputs)  # computed anew, what was equal might not be
             elif kind == "layout":
                 read.update(x for x in inputs if self.kind(x) != "layout")
             elif kind == "reduction":
@@ -138,14 +139,14 @@ class Dependences:
         self.read = self._sorted_by_equation(read)
         self.passing = self._sorted_by_equation(passing - read)
 
-    def _is_maximum(self, variable: Any) -> bool:
-        """Whether a variable is that of rows, which one of their numbers has to equal."""
-        while variable in self.makers and (inputs := self.inputs(variable)):
-            name = self.program.equations[self.makers[variable]].primitive.name
-            if name not in (*MOVES, "convert_element_type"):
-                return name == "reduce_max"
-            variable = inputs[0]
-        return False
+    def _meet_again(self, *compared: Any) -> bool:
+        """Whether one side is made of the other's product by more than elementwise operations.
+
+        As the largest number of a row, which one of the row's numbers has to equal.
+        """
+        elementwise = [self.cone.get(x, 0) for x in compared]
+        others = [self.of.get(x, 0) & ~self.cone.get(x, 0) for x in compared[::-1]]
+        return any(bits & other for bits, other in zip(elementwise, others, strict=True))
 
     def _sorted_by_equation(self, found: set[Any]) -> list[Any]:
         """Returns the variables that regions may compute, in the order of their equations."""
