@@ -31,7 +31,7 @@ from jax_hopper_gemm.dispatch.table import packaged_table
 from jax_hopper_gemm.dispatch.xla import FITS, LONGEST, SHORTEST, Trees, features, is_surveyed
 from jax_hopper_gemm.gemm.problem import GemmProblem
 
-SURVEYS = sorted((Path(__file__).parent / "data").glob("h200_survey_*.json"))
+SURVEYS = sorted((Path(__file__).parent / "data").glob("h*_survey_*.json"))
 FOLDS, REPEATS = 10, 4
 LEADS = 0.8, 0.9, 1.0, 1.1  # times `xla_lead`, from which a kernel would run
 TREES, DEPTH, RATE = 100, 7, 0.1

@@ -167,9 +167,13 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets plain products of 16 bits run kernels, also where XLA is as likely to be faster."""
+
+    def forget() -> None:
+        jax.clear_caches()  # and what was decided of traces
+        for cached in (choice._choose, model.xla_time):
+            cached.cache_clear()
+
     monkeypatch.setattr(model, "xla_lead", lambda problem, best: 0.1)
-    for cached in (choice._choose, model.xla_time):
-        cached.cache_clear()
+    forget()
     yield
-    for cached in (choice._choose, model.xla_time):
-        cached.cache_clear()
+    forget()

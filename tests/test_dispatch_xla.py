@@ -142,7 +142,7 @@ def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():
         (GemmProblem.dense(8, 8192, 8192, 2, a_major="m"), "D is 8x8192"),
         (GemmProblem.dense(8192, 8, 8192, 2), "D is 8192x8"),
         (GemmProblem.dense(512, 512, 16384, 2), "K=16384 over 32 tiles"),
-        (GemmProblem.dense(1280, 5120, 5120, 2), "most SMs would wait for the last of 3 waves"),
+        (GemmProblem.dense(1152, 2304, 4480, 2), "most SMs would wait for the last of 3 waves"),
         (GemmProblem.dense(2560, 5120, 5120), "of others that ratio errs by"),
     ],
 )

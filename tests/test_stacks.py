@@ -99,6 +99,7 @@ def test_a_symbolic_extent_is_left_to_xla(lhs):
     assert "dot_general" in export(x, ws, INDEX).mlir_module()
 
 
+@pytest.mark.usefixtures("kernels_by_default")
 def test_gradients_read_the_stack_too():
     def loss(x, ws, i):
         return jnp.sum(jhg.matmul(x, ws[i]).astype(jnp.float32) ** 2)

@@ -130,6 +130,18 @@ _EITHER_ORDER = (
     Config(256, 160, cluster_m=2),
     Config(256, 160, cluster_n=2, split_k=True),
     Config(256, 192, cluster_m=2),
+    # One wave of tiles of medium products: three warpgroups, and more steps in between.
+    Config(64, 48, cluster_n=2),
+    Config(128, 96, cluster_m=2),
+    Config(192, 96, cluster_n=2),
+    Config(192, 112, cluster_n=2),
+    Config(192, 128, cluster_m=2),
+    Config(192, 144, cluster_n=2),
+    Config(192, 160, cluster_m=2),
+    Config(192, 160, cluster_n=2),
+    Config(192, 176, cluster_n=2),
+    Config(192, 192, cluster_n=2),
+    Config(256, 144, cluster_n=2),
 )
 HALVES_CONFIGS = (  # for operands of 16 bits, of which these have been measured
     Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),

@@ -15,12 +15,16 @@ from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_C
 from .expected_tiles import equal_groups
 from .several import divisor, each, least, most, where
 
-LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
+# Fitted, with what split-K exchanges (`cost`) and the rates of loads (`device`), over 900 dense
+# products with 3 to 20 kernels each: how much longer the tensor cores take than they must, and
+# exponents of `bounded_by`, for math and loads, the limits of loads and those of an instruction.
+MATH_LOSS = 1.07
+K_TILE_EXPONENT, LOAD_EXPONENT, MMA_EXPONENT = 6.0, 4.2, 12.0
 
 CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix are slow zeros
 # Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
 GATHER_CYCLES = {"m": 40.0, "k": 62.0}
-CLUSTER_WAIT = 0.13  # fitted: of a load; see `load_cycles`
+CLUSTER_WAIT = 0.09  # fitted: of a load; see `load_cycles`
 # Fitted over 352 kernels of 27 products with epilogues: from asking for a stage of operands to the
 # end of its multiplication, on a busy chip. A ring of n stages takes in no more than n of them in
 # that time.
@@ -48,16 +52,23 @@ BEGIN_CYCLES = 40.0
 SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
 
 
+def bounded_by(a: float, b: float, exponent: float) -> float:
+    """Returns how long it takes what two limits bound, by the times that either alone would take.
+
+    It is the longer one, but more where both are near: 2**(1/exponent) times that at most.
+    """
+    return (a**exponent + b**exponent) ** (1 / exponent)
+
+
 def k_tile_cycles(math: float, load: float) -> float:
-    return most(math, load) + LEAK * least(math, load)
+    return bounded_by(MATH_LOSS * math, load, K_TILE_EXPONENT)
 
 
 def math_cycles(spec: GemmSpec) -> float:
     """Returns the tensor cores' cycles for one k-tile.
 
     An instruction multiplies 64 rows of A by N columns of B, 32 bytes of K each, for N / 2 cycles,
-    and no faster than it reads these from shared memory, at 128 bytes a cycle. A gated product
-    takes two.
+    bounded by its reads of shared memory, at 128 bytes a cycle. A gated product takes two.
     """
     if spec.converts_b:
         return _converting_cycles(spec)
@@ -67,7 +78,7 @@ def math_cycles(spec: GemmSpec) -> float:
     if spec.cuts_operands:
         return _parts_cycles(spec)
     instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
-    cycles = most(columns / 2, read) * instructions
+    cycles = bounded_by(columns / 2, read, MMA_EXPONENT) * instructions
     return cycles + _promotion_cycles(spec) if spec.promoted else cycles
 
 
@@ -138,7 +149,8 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     rows = equal_groups(p).m
     late_a = where(s.cluster_m > 1, rows / (rows + columns), 0.0)
     late_b = where(s.cluster_n > 1, columns / (rows + columns), 0.0)
-    arriving = most(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    arriving = bounded_by(taken, requested, LOAD_EXPONENT)
+    arriving *= 1 + CLUSTER_WAIT * (late_a + late_b)
     return most(most(arriving, _gather_cycles(s)), RING_CYCLES / s.num_stages)
 
 
