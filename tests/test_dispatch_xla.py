@@ -27,7 +27,7 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import shapes
 
-SURVEYS = sorted((Path(__file__).parents[1] / "benchmarks" / "data").glob("h200_survey_*.json"))
+SURVEYS = sorted((Path(__file__).parents[1] / "benchmarks" / "data").glob("h*_survey_*.json"))
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 

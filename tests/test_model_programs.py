@@ -41,7 +41,7 @@ FUSED = {"llama": 31, "gemma": 18, "gpt2": 20, "t5": 41, "vit": 21, "mixtral": 1
 # faster, or not likely enough to be slower by the fit of its time.
 SHARES = {
     ("llama", "small"): 0.83, ("llama", "large"): 0.97, ("gemma", "small"): 0.8,
-    ("gemma", "large"): 0.99, ("gpt2", "small"): 0.77, ("gpt2", "large"): 0.99,
+    ("gemma", "large"): 0.99, ("gpt2", "small"): 0.77, ("gpt2", "large"): 0.87,
     ("t5", "small"): 0.75, ("t5", "large"): 0.92, ("vit", "small"): 0.8, ("vit", "large"): 0.7,
     ("mixtral", "small"): 0.89, ("mixtral", "large"): 0.98, ("qwen3", "small"): 0.88,
     ("qwen3", "large"): 0.78,
