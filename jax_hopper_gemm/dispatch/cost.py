@@ -11,8 +11,8 @@ timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight 
 of each problem. On these same problems the kernel of least cost was 1 % slower than the fastest
 on average and 3 % at most; costs of good kernels were within 5 % of their
 times, nine out of ten. Of the streams of `benchmarks/few_rows.py`, 1 to 64 rows, that of least cost
-was 0.2 % slower than the fastest on average and 4 % at most. None of them had an epilogue. Loads and
-split-K were fitted again to 900 random products.
+was 0.2 % slower than the fastest on average and 4 % at most. None of them had an epilogue. Loads
+and split-K were fitted again to 900 random products.
 """
 
 from __future__ import annotations
