@@ -17,6 +17,7 @@ from .op_table import COMPARISONS, SAME
 
 _CALLS = INLINED | {"custom_jvp_call": "call_jaxpr"}
 _STEPS = {"sign", "floor", "ceil", "round", "rem"}
+_KINKS = {"clamp", "max", "min"}  # operations whose derivative jumps
 _BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
 _MOVES = {
     "broadcast_in_dim", "convert_element_type", "expand_dims", "live_rows", "reshape", "squeeze",
@@ -25,15 +26,22 @@ _MOVES = {
 _HOMOGENEOUS = {"abs", "max", "min", "neg", *_MOVES}  # f(s * x, 0) = s * f(x, 0) for s > 0
 
 
-def read_across_a_jump(equations: Sequence[Any], rounded: Iterable[Any]) -> set[Any]:
-    """Returns those of the `rounded` variables whose rounding may change the result of a jump."""
-    search = _Search(rounded)
+def read_across_a_jump(
+    equations: Sequence[Any], rounded: Iterable[Any], kinks: bool = False
+) -> set[Any]:
+    """Returns those of the `rounded` variables whose rounding may change the result of a jump.
+
+    Args:
+      kinks: whether the derivative's jumps count, too.
+    """
+    search = _Search(rounded, kinks)
     search.follow(equations)
     return search.changing
 
 
 class _Search:
-    def __init__(self, rounded: Iterable[Any]):
+    def __init__(self, rounded: Iterable[Any], kinks: bool):
+        self._kinks = _KINKS if kinks else set[str]()
         self.changing: set[Any] = set()
         # By variable, the rounded ones that it depends on, and the one that it is a multiple of.
         self._sources: dict[Any, frozenset[Any]] = {x: frozenset({x}) for x in rounded}
@@ -50,12 +58,14 @@ class _Search:
                 continue
             elif name in _CALLS:
                 self._follow_call(equation, equation.params[_CALLS[name]].jaxpr)
-            elif not _jumps(equation):
-                self._sources |= dict.fromkeys(equation.outvars, sources)
-                if (source := self._multiple(name, atoms)) is not None:
-                    self._multiple_of[equation.outvars[0]] = source
-            elif not self._is_kept(name, atoms):
-                self.changing |= sources
+            else:
+                jumps = _jumps(equation)
+                if (jumps or name in self._kinks) and not self._is_kept(name, atoms):
+                    self.changing |= sources
+                if not jumps:
+                    self._sources |= dict.fromkeys(equation.outvars, sources)
+                    if (source := self._multiple(name, atoms)) is not None:
+                        self._multiple_of[equation.outvars[0]] = source
 
     def _follow_call(self, equation: Any, jaxpr: Any) -> None:
         self._pass(equation.invars, jaxpr.invars)
@@ -96,7 +106,8 @@ class _Search:
         if name in COMPARISONS:
             is_nan_test = atoms[0] is atoms[1]
             return is_nan_test or any(map(_is_infinite, atoms)) or self._common(atoms) is not None
-        return name == "is_finite" or (name == "sign" and self._common(atoms) is not None)
+        homogeneous = name == "sign" or name in _KINKS
+        return name == "is_finite" or (homogeneous and self._common(atoms) is not None)
 
     def _sources_of(self, atom: Any) -> frozenset[Any]:
         return frozenset() if isinstance(atom, Literal) else self._sources.get(atom, frozenset())

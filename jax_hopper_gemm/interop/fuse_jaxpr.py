@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, pass_ns
+from ..fusion.jumps import read_across_a_jump
 from ..fusion.memo import memoised, structure
 from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
@@ -193,7 +194,12 @@ def _asked(product: Any) -> tuple[Any, ...]:
 def _params(
     products: Sequence[Any], function: Function, empty: tuple[int, ...], as_stored: bool
 ) -> dict[str, Any]:
-    """Returns parameters of the equation that stands for a region, all but `in_place`."""
+    """Returns parameters of the equation that stands for a region, all but `in_place`.
+
+    What is stored and decides a jump, as in `where(y > 0.5, y, 0)`, is rounded before: derivatives,
+    which are computed of what is stored, then jump for the same elements.
+    """
+    as_stored = as_stored or bool(read_across_a_jump(function.eqns, function.outvars, kinks=True))
     first, count = products[0], len(products)
     dtype = sum_dtype(first.outvars[0].aval)
     product = first.params["product"].with_options(preferred_element_type=dtype)
