@@ -130,6 +130,20 @@ def test_numbers_equal_what_is_taken_from_them(other: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=2**-6)
 
 
+@pytest.mark.usefixtures("all_fused")
+def test_numbers_that_a_kernel_computes_of_an_array_equal_their_maximum() -> None:
+    """XLA takes the maximum of rounded numbers; no product comes before them."""
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16), BF16) for i in range(2))
+
+    def loss(x: Any, w: Any) -> Any:
+        y = jax.nn.silu(x)
+        return (jnp.minimum(y, y.max(-1, keepdims=True)) @ w).astype(F32).sum()
+
+    found, expected = (run_stepwise(f(jax.grad(loss)), x, w) for f in (jhg.accelerate, jax.jit))
+    difference = np.linalg.norm(np.float32(found) - np.float32(expected))
+    assert difference < 0.01 * np.linalg.norm(np.float32(expected))
+
+
 def test_xla_reads_a_row_once_for_a_softmax_of_which_nothing_else_is_read() -> None:
     def probabilities(x: Any, w: Any) -> Any:
         return jax.nn.softmax((x @ w).astype(F32)).astype(BF16)

@@ -6,6 +6,7 @@ Products are bits of masks, in the program's order.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -140,13 +141,38 @@ class Dependences:
         self.passing = self._sorted_by_equation(passing - read)
 
     def _meet_again(self, *compared: Any) -> bool:
-        """Whether one side is made of the other's product by more than elementwise operations.
+        """Whether one side is picked from numbers of which the other one is made elementwise.
 
         As the largest number of a row, which one of the row's numbers has to equal.
         """
-        elementwise = [self.cone.get(x, 0) for x in compared]
-        others = [self.of.get(x, 0) & ~self.cone.get(x, 0) for x in compared[::-1]]
-        return any(bits & other for bits, other in zip(elementwise, others, strict=True))
+        pairs = permutations(compared, 2)
+        return any(self._is_picked_from(x, self._made_of(other)) for x, other in pairs)
+
+    def _made_of(self, variable: Any) -> set[Any]:
+        """Returns the variables that one is made of elementwise, back to products, and itself."""
+        pending, found = [variable], set[Any]()
+        while pending:
+            x = pending.pop()
+            if x not in found and (kind := self.kind(x)) in ("elementwise", "layout", "product"):
+                found.add(x)
+                pending += self.inputs(x) if kind != "product" else ()
+        return found
+
+    def _is_picked_from(self, variable: Any, numbers: set[Any]) -> bool:
+        """Whether a variable depends on one of these, not elementwise, and by no product."""
+        pending, seen = [(variable, False)] if numbers else [], set[tuple[Any, bool]]()
+        while pending:
+            x, picked = pending.pop()
+            if (x, picked) in seen:
+                continue
+            seen.add((x, picked))
+            if picked and x in numbers:
+                return True
+            number = self.program.makers.get(x)
+            if number is not None and (kind := self.kinds[number]) != "product":
+                picked = picked or kind not in ("elementwise", "layout")
+                pending += ((each, picked) for each in self.program.inputs[number])
+        return False
 
     def _sorted_by_equation(self, found: set[Any]) -> list[Any]:
         """Returns the variables that regions may compute, in the order of their equations."""
