@@ -226,6 +226,8 @@ def test_named_steps_end_in_the_dtype_asked_for():
     assert_same(jhg.ragged_dot(a, weights, sizes, **grouped), whole)
     assert_same(jhg.gated_linear_unit(a, (b, b), **grouped), whole * whole)
     assert jhg.matmul(a, b, bias=half).dtype == jnp.float32
+    for factor in (1.0, 2.0, 1, 2):  # as of arrays: 1.0 makes floats of integers, 1 does not
+        assert_same(jhg.matmul(a, b, alpha=factor), factor * jnp.matmul(a, b))
 
 
 def test_an_epilogue_may_close_over_arrays():

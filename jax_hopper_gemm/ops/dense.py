@@ -132,7 +132,8 @@ def matmul(
             scales = {name: _without(x, axis) for name, x in scales.items()}
     if zeros:
         scales[OFFSET] = jnp.matmul(*zeros, precision=lax.Precision.HIGHEST)
-    named = named_in(terms | scales)
+    multiplied = () if scales or is_quantized(*pair) else (a, b)
+    named = named_in(terms | scales, *multiplied)
     terms |= scales
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     product = JaxProduct(

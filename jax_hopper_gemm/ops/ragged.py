@@ -209,7 +209,7 @@ def ragged_dot_general(
         lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
         implementation, terms, preferred_element_type,
     )  # fmt: skip
-    names = named_in(terms)
+    names = named_in(terms, lhs, rhs)
     if names and preferred_element_type is None:
         preferred_element_type = checks.strong_dtype(terms.get("c"))
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset)

@@ -106,13 +106,15 @@ class Gate:
         return _as(hidden, operands[-1]) * hidden if self.scaled else hidden
 
 
-def named_in(terms: Mapping[str, Any]) -> tuple[str, ...]:
+def named_in(terms: Mapping[str, Any], *arrays: Any) -> tuple[str, ...]:
     """Returns `Steps.named` for the operands that are set, by name.
 
-    A factor of 1 is left out. Every other factor is an operand, so that no value needs its own
-    kernel.
+    A factor of 1 is left out, but for 1.0 where the product is one of `arrays` of integers: floats
+    come of it. Every other factor is an operand, so that no value needs its own kernel.
     """
-    ones = [x for x in FACTORS if isinstance(terms.get(x), checks.SCALARS) and terms[x] == 1]
+    integers = arrays and not jnp.issubdtype(jnp.result_type(*arrays), np.inexact)
+    scalars = int if integers else checks.SCALARS
+    ones = [x for x in FACTORS if isinstance(terms.get(x), scalars) and terms[x] == 1]
     return tuple(x for x in NAMED if x in terms and x not in ones)
 
 
