@@ -2,9 +2,9 @@
 
     expected_tiles -> mainloop_cycles, epilogue_cycles, memory_traffic -> cost
 
-A CTA's tiles cost, for each k-tile, the slower of its tensor cores and its loads; then an
-epilogue, which persistent kernels hide in part. A launch costs its waves of tiles, or device
-memory where that is slower.
+A CTA's tiles cost, for each k-tile, the slower of its tensor cores and its loads, or some more
+where these are near; then an epilogue, which persistent kernels hide in part. A launch costs its
+waves of tiles, or device memory where that is slower.
 
 The form is the hardware's; the constants marked "fitted" are least squares over 1,900 kernels
 timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight on the fastest
