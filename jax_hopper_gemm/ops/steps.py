@@ -112,7 +112,7 @@ def named_in(terms: Mapping[str, Any], *arrays: Any) -> tuple[str, ...]:
     A factor of 1 is left out, but for 1.0 where the product is one of `arrays` of integers: floats
     come of it. Every other factor is an operand, so that no value needs its own kernel.
     """
-    integers = arrays and not jnp.issubdtype(jnp.result_type(*arrays), np.inexact)
+    integers = arrays and not any(jnp.issubdtype(jnp.result_type(x), np.inexact) for x in arrays)
     scalars = int if integers else checks.SCALARS
     ones = [x for x in FACTORS if isinstance(terms.get(x), scalars) and terms[x] == 1]
     return tuple(x for x in NAMED if x in terms and x not in ones)
