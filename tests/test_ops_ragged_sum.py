@@ -94,6 +94,7 @@ def test_integers_stay_integers():
     out = added(lhs, rhs, SIZES, c, alpha=3)
     assert out.dtype == np.int32
     assert_equal(out, by_masks(LHS, RHS, SIZES, C, 3))
+    assert added(lhs, rhs, SIZES, None, alpha=1.0, preferred_element_type=None).dtype == np.float32
 
 
 GENERAL_CASES = {

@@ -133,9 +133,8 @@ class _Cut:
             if equation not in self._run:
                 continue
             if not reduced.isdisjoint(equation.inputs):
-                if equation.name in op_table.COMPARISONS and not recomputed.isdisjoint(
-                    equation.inputs
-                ):
+                compares = equation.name in op_table.COMPARISONS
+                if compares and not recomputed.isdisjoint(equation.inputs):
                     return True
                 reduced.update(equation.outputs)
             elif equation.name not in _EXACT or not recomputed.isdisjoint(equation.inputs):

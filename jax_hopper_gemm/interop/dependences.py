@@ -126,7 +126,7 @@ class Dependences:
                 met = self.program.met[number]
                 if met is not inputs:
                     read.update(x for x in inputs if x not in met)
-                if equation.primitive.name in COMPARISONS and self._meet_again(*inputs):
+                if equation.primitive.name in COMPARISONS and self._compares_with_itself(*inputs):
                     read.update(inputs)  # computed anew, what was equal might not be
             elif kind == "layout":
                 read.update(x for x in inputs if self.kind(x) != "layout")
@@ -140,15 +140,15 @@ class Dependences:
         self.read = self._sorted_by_equation(read)
         self.passing = self._sorted_by_equation(passing - read)
 
-    def _meet_again(self, *compared: Any) -> bool:
-        """Whether one side is picked from numbers of which the other one is made elementwise.
+    def _compares_with_itself(self, *compared: Any) -> bool:
+        """Whether one side comes from numbers that the other is made of elementwise, in other ways.
 
         As the largest number of a row, which one of the row's numbers has to equal.
         """
         pairs = permutations(compared, 2)
-        return any(self._is_picked_from(x, self._made_of(other)) for x, other in pairs)
+        return any(self._crosses(x, self._elementwise_ancestors(other)) for x, other in pairs)
 
-    def _made_of(self, variable: Any) -> set[Any]:
+    def _elementwise_ancestors(self, variable: Any) -> set[Any]:
         """Returns the variables that one is made of elementwise, back to products, and itself."""
         pending, found = [variable], set[Any]()
         while pending:
@@ -158,20 +158,20 @@ class Dependences:
                 pending += self.inputs(x) if kind != "product" else ()
         return found
 
-    def _is_picked_from(self, variable: Any, numbers: set[Any]) -> bool:
-        """Whether a variable depends on one of these, not elementwise, and by no product."""
+    def _crosses(self, variable: Any, numbers: set[Any]) -> bool:
+        """Whether a variable depends on one of these by rows or columns, and by no product."""
         pending, seen = [(variable, False)] if numbers else [], set[tuple[Any, bool]]()
         while pending:
-            x, picked = pending.pop()
-            if (x, picked) in seen:
+            x, crossed = pending.pop()
+            if (x, crossed) in seen:
                 continue
-            seen.add((x, picked))
-            if picked and x in numbers:
+            seen.add((x, crossed))
+            if crossed and x in numbers:
                 return True
             number = self.program.makers.get(x)
             if number is not None and (kind := self.kinds[number]) != "product":
-                picked = picked or kind not in ("elementwise", "layout")
-                pending += ((each, picked) for each in self.program.inputs[number])
+                crossed = crossed or kind not in ("elementwise", "layout")
+                pending += ((each, crossed) for each in self.program.inputs[number])
         return False
 
     def _sorted_by_equation(self, found: set[Any]) -> list[Any]:

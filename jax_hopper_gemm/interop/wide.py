@@ -50,8 +50,8 @@ def widened(
     Args:
       groups: of ragged products, the sizes of which are the first input after them.
       empty: numbers of inputs that have 0 in the rows of no group.
-      as_stored: whether a result is rounded before others are computed from it, as statistics of
-        rows are that meet it again.
+      as_stored: whether a result is rounded before others are computed from it, as where later
+        kernels compare it with statistics of its rows, or decide a jump by it.
     """
     if (known := interned(function)) is None:
         return _widened(function, products, groups, empty, as_stored)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from ..fusion.op_table import COMPARISONS
 from ..gemm.dtypes import DTYPES, converts
 
 WIDENED = "jax_hopper_gemm.widened"  # of numbers that became 16-bit floats; see `mark_widened`
@@ -25,7 +26,7 @@ _OF_ONE_NAME = (
     "xor",
 )  # fmt: skip
 ELEMENTWISE = {name: name for name in _OF_ONE_NAME} | {
-    **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne"), "compare"),
+    **dict.fromkeys(COMPARISONS, "compare"),
     "convert_element_type": "convert", "div": "divide", "exp": "exponential", "max": "maximum",
     "min": "minimum", "mul": "multiply", "neg": "negate", "pow": "power", "select_n": "select",
     "sub": "subtract",
