@@ -10,7 +10,7 @@ import pytest
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
-from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, Panel
 
 pytestmark = pytest.mark.pure
 
@@ -67,10 +67,13 @@ def test_the_fields_survive_json(graph, groups):
         up_offset=None if graph is None else 70, groups=groups, outer=(1,),
     )  # fmt: skip
     problem = replace(problem, a=replace(problem.a, outer_strides=(5,)))
+    problem = GemmProblem.side_by_side([problem, replace(problem, n=9)])
     fields = json.loads(json.dumps(asdict(problem)))
     fields |= {name: layout_of(fields[name]) for name in "abd"}
     fields["operands"] = tuple(map(layout_of, fields["operands"]))
     fields["outer"] = tuple(fields["outer"])
+    panels = [(x["n"], layout_of(x["b"]), layout_of(x["d"])) for x in fields["panels"]]
+    fields["panels"] = tuple(Panel(*x) for x in panels)
     if groups is not None:
         fields["groups"]["rule"] = Groups(**fields["groups"]["rule"])
         fields["groups"] = GroupedAxis(**fields["groups"])

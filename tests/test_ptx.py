@@ -50,6 +50,12 @@ def test_a_kernel_is_right_and_writes_nothing_else(spec):
     check(spec)
 
 
+def test_each_panel_is_read_and_stored_by_its_own_tensor_map():
+    spec = first(policies.panel_specs(), panels=3, tile_m=64, warp_schedule="pingpong")
+    problem, raster_order = cases.panel_problems(spec, SMS)[1]
+    outcome.check(PtxGpu(), spec, problem, raster_order, 0, SMS)  # type: ignore
+
+
 @pytest.mark.parametrize("spec", SCALED, ids=lambda spec: spec.name)
 def test_block_scales_are_multiplied_in(spec):
     problem, raster_order = cases.edge_problems(spec, SMS)[0]

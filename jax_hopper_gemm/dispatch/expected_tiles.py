@@ -58,23 +58,24 @@ def expected_pieces(mean: float, piece: int) -> float:
 
 def expected_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the tiles of D; those to expect where its rows are grouped."""
-    return _pieces(problem, spec.tile_m, spec.d_tile_n)
+    return _pieces(problem, spec.tile_m, grid.tiles_n(problem, spec))
 
 
 def expected_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the same of tiles that a cluster computes together."""
-    return _pieces(problem, spec.tile_m * spec.raster_m, spec.d_tile_n * spec.raster_n)
+    along_n = grid.ceil_div(grid.tiles_n(problem, spec), spec.raster_n)
+    return _pieces(problem, spec.tile_m * spec.raster_m, along_n)
 
 
-def _pieces(problem: GemmProblem, rows: int, columns: int) -> int:
-    """Returns the pieces of so many rows and columns that D is cut into."""
+def _pieces(problem: GemmProblem, rows: int, along_n: int) -> int:
+    """Returns the pieces of so many rows that D is cut into, `along_n` side by side."""
     p = equal_groups(problem)
     mean = mean_rows(problem)
     if mean:
         along_m = each(lambda piece: round(expected_pieces(mean, piece) * p.l), rows)
     else:
         along_m = grid.ceil_div(p.m, rows) * p.l
-    return along_m * grid.ceil_div(p.n, columns)
+    return along_m * along_n
 
 
 def expected_k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:

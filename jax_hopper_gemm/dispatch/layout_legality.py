@@ -8,6 +8,7 @@ rows of D that are no such multiples (`GemmSpec.loose_d`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import Operand
@@ -35,7 +36,11 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     of_a, of_b = batch_strides(p, p.a, p.matrices("a")), batch_strides(p, p.b, p.matrices("b"))
     gaps = not p.groups and p.up_offset is None
     reasons = _matrix_violations("A", p.a, extents_a, of_a, p.a_dtype, gaps=gaps)
-    reasons += _matrix_violations("B", p.b, extents_b, of_b, p.b_dtype, gaps=gaps)
+    for panel in p.panels:
+        extents = extents_b | {"n": panel.n}
+        reasons += _matrix_violations("B", panel.b, extents, of_b, p.b_dtype)
+    if not p.panels:
+        reasons += _matrix_violations("B", p.b, extents_b, of_b, p.b_dtype, gaps=gaps)
     reasons += _result_violations(p)
     if p.groups and not reasons:
         reasons += _group_violations(p, p.groups)
@@ -96,10 +101,10 @@ def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
 def _result_violations(problem: GemmProblem) -> list[str]:
     p, reasons = problem, []
     batches = 1 if p.groups and p.groups.axis == "m" else p.l
-    extents = {"m": p.m, "n": p.n}
     planes = MatrixLayout("n", 2 * p.n, 2 * p.m * p.n)
-    for dtype, paired in dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices):
-        layout = planes if paired else p.d
+    written = dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices)
+    for panel, (dtype, paired) in product(p.as_panels, written):
+        layout, extents = planes if paired else panel.d, {"m": p.m, "n": panel.n}
         strides = batch_strides(p, layout, batches)
         if p.loose_d:
             reasons += _loose_violations(layout, strides)
@@ -107,7 +112,8 @@ def _result_violations(problem: GemmProblem) -> list[str]:
             reasons += _matrix_violations("D", layout, extents, strides, dtype)
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
         return reasons
-    lines, length = (p.m, p.n) if p.d.major == "n" else (p.n, p.m)
+    n = p.as_panels[0].n
+    lines, length = (p.m, n) if p.d.major == "n" else (n, p.m)
     if lines > 1 and p.d.leading_stride < length:
         reasons.append(f"D's lines of {length} elements are {p.d.leading_stride} apart and overlap")
     if 0 in batch_strides(p, p.d, batches):

@@ -217,7 +217,7 @@ _KEY_FIELDS = {field.name for field in fields(Key)}
 # Entries are for plain products.
 _OMITTED = {
     "epilogue", "epi_load_stages", "gathered", "indexed", "nested", "promoted", "a_block",
-    "b_block", "bf16_terms", "k_group", "simt_width", "loose_d",
+    "b_block", "bf16_terms", "k_group", "simt_width", "loose_d", "panels",
 }  # fmt: skip
 # Fields that a kernel has where they are not the default, and their types.
 _OPTIONAL: dict[str, type] = {

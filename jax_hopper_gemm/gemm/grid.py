@@ -7,6 +7,8 @@ so that it takes several at once (`dispatch.several`).
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from .dtypes import DTYPES
 from .group_search import GroupRaster
 from .k_split import KSplit, make_k_split, split_of
@@ -24,10 +26,8 @@ WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 def cluster_grid(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
     """Returns the clusters' tiles along the kernel's M and N, as if no axis were grouped."""
     p = problem.as_stored(spec.d_major)
-    return (
-        ceil_div(p.m, spec.tile_m * spec.raster_m),
-        ceil_div(p.n, spec.d_tile_n * spec.raster_n),
-    )
+    along_m = ceil_div(p.m, spec.tile_m * spec.raster_m)
+    return along_m, ceil_div(tiles_n(p, spec), spec.raster_n)
 
 
 def num_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -88,12 +88,21 @@ def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder
 
 def tiles_n(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the tiles along N of one matrix, without those that fill up a cluster."""
+    if problem.panels:
+        return sum(ceil_div(panel.n, spec.d_tile_n) for panel in problem.panels)
     return ceil_div(problem.n, spec.d_tile_n)
+
+
+def panel_starts(problem: GemmProblem, spec: GemmSpec) -> list[int]:
+    """Returns the tiles of columns before each panel but the first; a panel's are its own."""
+    tiles = (ceil_div(panel.n, spec.tile_n) for panel in problem.as_panels[:-1])
+    return [*accumulate(tiles)]
 
 
 def num_inputs(problem: GemmProblem) -> int:
     """Returns how many arrays a call reads; `launch.plan.LaunchPlan` has their order."""
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
+    arrays += max(0, len(problem.panels) - 1)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
     return arrays + (problem.indexed is not None) + num_scales(problem)
@@ -121,6 +130,8 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
     L is 1 where the rows of D are grouped.
     """
     p = problem
+    if p.panels:
+        return [((p.l, p.m, panel.n), p.d_dtype) for panel in p.panels]
     l = 1 if p.groups and p.groups.axis == "m" else p.l  # noqa: E741
     columns = tiles_n(p, spec)
     partial = {

@@ -40,6 +40,8 @@ def kernel_name(spec: GemmSpec) -> str:
         kind += "_transposed"
     if spec.loose_d:
         kind += "_loose"
+    if spec.panels > 1:
+        kind += f"_panels_{spec.panels}"
     return (
         f"jhg_{kind}_{dtypes}_{layout}"
         f"_{spec.tile_m}x{spec.tile_n}x{spec.tile_k}_{spec.cluster_m}x{spec.cluster_n}"

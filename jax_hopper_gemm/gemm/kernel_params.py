@@ -104,10 +104,11 @@ class SplitK(NamedTuple):
 class KernelArgs(NamedTuple):
     """One thing for each parameter: a `KernelParam`, or the argument. None: there is none."""
 
-    # Tensor maps of A, of B, of a gated product's up; of the scales of these along K. Of a gathered
-    # operand a pointer.
+    # Tensor maps of A, of B or each panel's, of a gated product's up; of the scales of these along
+    # K. Of a gathered operand a pointer.
     tma_ab: Any
-    # A tensor map for each matrix, or `Strided` where threads store it; of other results a pointer.
+    # A tensor map for each matrix, or `Strided` where threads store it, or a tensor map for each
+    # panel; of other results a pointer.
     results: Any
     operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
     group_sizes: Any  # pointer to the int32 sizes of groups
@@ -122,6 +123,7 @@ class KernelArgs(NamedTuple):
     zero_fill: Any  # `ZeroFill`, where a warp does that
     split_k: Any  # `SplitK`, where K is split
     tile_counter: Any  # pointer to the 16 bytes of the dynamic scheduler's counter
+    panel_starts: Any  # where there are panels, tiles of columns before each but the first
 
 
 class Strided(NamedTuple):
@@ -208,9 +210,9 @@ def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | Cu
         )
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
-        tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1])
+        tma_ab=tuple(_operand_ab(spec, n) for n in _multiplied(spec))
         + tuple(_scales_of_b(spec, n) for n in ("b", "up")[: graph.accumulators] if spec.k_group),
-        results=tuple(_result(spec, i, result) for i, result in enumerate(graph.results)),
+        results=_results(spec),
         # None and not (): of an empty tuple CuTeDSL warns.
         operands=tuple(_operand(spec, i, operand) for i, operand in enumerate(graph.operands))
         or None,
@@ -226,7 +228,18 @@ def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | Cu
         zero_fill=zero_fill,
         split_k=split_k,
         tile_counter=_pointer("tile_counter", alignment=16) if spec.dynamic else None,
+        panel_starts=tuple(map(_number, start_names(spec.panels))) or None,
     )
+
+
+def right_names(panels: int) -> list[str]:
+    """Returns the names of right operands side by side."""
+    return ["b", *(f"b{i}" for i in range(1, panels))]
+
+
+def start_names(panels: int) -> list[str]:
+    """Returns the names of what all panels but the first begin with."""
+    return [f"panel_start{i}" for i in range(1, panels)]
 
 
 def _simt_params(spec: GemmSpec) -> SimtArgs:
@@ -282,6 +295,11 @@ def map_args(function: Callable[[Any], Any], args: Any) -> Any:
     return type(args)(*mapped) if hasattr(args, "_fields") else tuple(mapped)
 
 
+def _multiplied(spec: GemmSpec) -> list[str]:
+    """Returns the names of the arrays that are multiplied."""
+    return ["a", *right_names(spec.panels), *["up"] * (spec.graph.accumulators - 1)]
+
+
 def _operand_ab(spec: GemmSpec, name: str) -> KernelParam:
     operand, row, dtype, major = "b", "n", spec.b_dtype, spec.b_major
     if name == "a":
@@ -293,6 +311,14 @@ def _operand_ab(spec: GemmSpec, name: str) -> KernelParam:
 
 def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
     return KernelParam(f"{name}_group_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
+
+
+def _results(spec: GemmSpec) -> tuple[Any, ...]:
+    """Returns a parameter for each result; of panels one for each."""
+    if spec.panels == 1:
+        return tuple(_result(spec, i, result) for i, result in enumerate(spec.graph.results))
+    (result,) = spec.graph.results
+    return (tuple(_result(spec, i, result) for i in range(spec.panels)),)
 
 
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam | Strided:

@@ -6,6 +6,7 @@ A `GemmProblem` is plain integers and strings. It says nothing of tiles or devic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -71,6 +72,15 @@ class BlockScales:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """Columns of a product that are those of one right operand, and of one array of results."""
+
+    n: int
+    b: MatrixLayout
+    d: MatrixLayout
+
+
+@dataclass(frozen=True)
 class GemmProblem:
     """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32, int8 in int32.
 
@@ -116,6 +126,9 @@ class GemmProblem:
     outer: tuple[int, ...] = ()
     bf16_terms: int = 0  # as in `GemmSpec`
     simt: bool = False  # whether FMA units are to add up the products, in IEEE float32
+    # Where B and D are several arrays side by side, one product of A for each: `n` counts the
+    # columns of all, `b` and `d` lie as the first one's. Else there are none.
+    panels: tuple[Panel, ...] = ()
 
     @classmethod
     def dense(
@@ -150,6 +163,12 @@ class GemmProblem:
         )
         return replace(dense, groups=GroupedAxis(axis, groups, Groups.plain(groups)))
 
+    @classmethod
+    def side_by_side(cls, products: Sequence[GemmProblem]) -> GemmProblem:
+        """Returns the problem of products of one A, which differ in N, B and D alone."""
+        panels = tuple(Panel(x.n, x.b, x.d) for x in products)
+        return replace(products[0], n=sum(x.n for x in panels), panels=panels)
+
     @property
     def graph(self) -> EpilogueGraph:
         """The epilogue; where there is none, the graph that says so."""
@@ -171,9 +190,10 @@ class GemmProblem:
 
     @cached_property
     def has_like_sides(self) -> bool:
-        """Whether A and B may exchange roles: not with groups, two B's, scales or reductions."""
-        p = self
-        return not (p.groups or p.gated or p.a_scales or p.k_group or p.graph.needs_extents)
+        """Whether A and B may exchange roles: not with groups, scales, reductions, several B's."""
+        p, graph = self, self.graph
+        others = p.groups or p.a_scales or p.k_group
+        return not (others or p.gated or p.panels or graph.needs_extents)
 
     def as_stored(self, d_major: Major) -> GemmProblem:
         """Returns the problem, or its transpose if D then lies along `d_major`."""
@@ -269,6 +289,16 @@ class GemmProblem:
         """Returns extent and stride of each axis of the batch in an array, the innermost first."""
         axes = [*zip(self.outer, layout.outer_strides, strict=True)]
         return [(self.l // prod(self.outer), layout.batch_stride), *reversed(axes)]
+
+    @property
+    def as_panels(self) -> tuple[Panel, ...]:
+        """The panels; without several the product is one."""
+        return self.panels or (Panel(self.n, self.b, self.d),)
+
+    @property
+    def apart(self) -> list[GemmProblem]:
+        """The products of each panel."""
+        return [replace(self, n=x.n, b=x.b, d=x.d, panels=()) for x in self.as_panels]
 
     @property
     def flops(self) -> int:

@@ -32,6 +32,7 @@ class ProblemType:
     simt_width: int = 0
     d_major: Major = "n"
     loose_d: bool = False
+    panels: int = 1
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -42,7 +43,7 @@ class ProblemType:
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
             p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
-            p.simt_width, p.d.major, p.loose_d,
+            p.simt_width, p.d.major, p.loose_d, max(1, len(p.panels)),
         )  # fmt: skip
 
     @classmethod
@@ -56,4 +57,5 @@ class ProblemType:
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
             a_block=0, b_block=0, bf16_terms=0, k_group=0, simt_width=0, loose_d=False,
+            panels=1,
         )  # fmt: skip

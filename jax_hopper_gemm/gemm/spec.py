@@ -111,6 +111,8 @@ class GemmSpec:
     # Whether rows of D may begin and end anywhere: threads store them, not TMA, which would write
     # on to the next multiple of 16 bytes.
     loose_d: bool = False
+    # Arrays that B and D are, side by side: each begins with a tile; see `GemmProblem.panels`.
+    panels: int = 1
 
     @cached_property
     def graph(self) -> EpilogueGraph:

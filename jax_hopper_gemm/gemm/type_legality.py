@@ -31,6 +31,9 @@ GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
 }  # fmt: skip
 
 
+MAX_PANELS = 4  # right operands of a launch that has a result for each
+
+
 def type_violations(t: ProblemType) -> Iterator[str]:
     """Yields every reason why there is no kernel for a type of problems."""
     yield from _operand_violations(t)
@@ -59,6 +62,8 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         yield from _transposed_violations(t)
     if t.grouped == "k":
         yield from _varlen_k_violations(t)
+    if t.panels != 1:
+        yield from _panel_violations(t)
 
 
 def _operand_violations(t: ProblemType) -> Iterator[str]:
@@ -202,6 +207,19 @@ def _loose_violations(t: ProblemType) -> Iterator[str]:
     for name, there in others.items():
         if there:
             yield f"rows of D that are no multiples of 16 bytes, and {name}: pad N"
+
+
+def _panel_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel multiplies A by several arrays into several others."""
+    if not 1 <= t.panels <= MAX_PANELS:
+        yield f"{t.panels} right operands, not 1 to {MAX_PANELS}: take several launches"
+    others = {
+        "groups": t.grouped, "an epilogue": t.epilogue, "a matrix of a stack": t.indexed,
+        "a nested batch": t.nested, "D stored along M": t.d_major == "m",
+        "rows of D that are no multiples of 16 bytes": t.loose_d,
+        f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
+    }  # fmt: skip
+    yield from _without(others, "kernels of several right operands")
 
 
 def _simt_type_violations(t: ProblemType) -> Iterator[str]:

@@ -29,6 +29,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
+from ..gemm.kernel_params import map_args
 from .epilogue import CtaView, FusedEpilogue, Parameters
 from .finish import make_finish
 from .mainloop import make_consumer, make_producer
@@ -88,7 +89,7 @@ class GemmKernel:
         if warp == self.producer.loader_warps[0]:
             of_ab = self.producer.tensor_maps(args.tma_ab)
             stores = parameters.stores if self.epilogue.stores_by_tma else ()
-            self.prefetch((*of_ab, *stores, *parameters.loads))
+            self.prefetch((of_ab, stores, parameters.loads))
 
         stages, shared, barriers = self.allocate_shared_memory()
         ring = make_ring(s, barriers["ring"], self.producer, s.stage_warps, args.stage_bytes)
@@ -132,8 +133,7 @@ class GemmKernel:
             cute.arch.cluster_wait()
 
     def prefetch(self, atoms):
-        for atom in atoms:
-            cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        map_args(cute.nvgpu.cpasync.prefetch_descriptor, atoms)
 
     def allocate_shared_memory(self):
         """Returns all shared memory: stages, the epilogue's, and each user's barriers."""

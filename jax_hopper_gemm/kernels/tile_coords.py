@@ -18,6 +18,7 @@ from ..gemm.k_split import place_of
 from ..gemm.kernel_params import BATCH_MODES
 from ..gemm.raster import tile_at
 from ..gemm.smem import EPI_TILE_M
+from .panels import panel_at
 from .warp import Warp
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
@@ -46,6 +47,7 @@ class TileCoords(NamedTuple):
     k_first: Any = 0
     part: Any = None  # `k_split.Part` where K is split
     filled: Any = None  # whether its group has any k-tiles, where K is cut into whole ones
+    panel: Any = None  # where B and D are several panels, which one `n` counts tiles of
 
     @property
     def left(self):
@@ -63,7 +65,10 @@ def coords_of(spec, args, tile, cta):
             tile, k_first, k_tiles, part = place_of(tape, args.k_tiles, tile, Int64, Int32)
         cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
         m, n = cluster_m * s.cluster_m + cta.m, cluster_n * s.cluster_n + cta.n
-        return TileCoords(m, n, batch, k_tiles, k_first=k_first, part=part)
+        panel = None
+        if s.panels > 1:
+            panel, n = panel_at(args.panel_starts, n)
+        return TileCoords(m, n, batch, k_tiles, k_first=k_first, part=part, panel=panel)
     together = None
     if s.paired:
         m, n, together = tile_in_pair(tile, cta.m, s.tile_m, Warp())

@@ -7,13 +7,14 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from ..gemm import grid, simt
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import GroupRaster
-from ..gemm.kernel_params import KernelSpec, param_list
-from ..gemm.problem import GemmProblem, MatrixLayout
+from ..gemm.kernel_params import KernelSpec, param_list, right_names, start_names
+from ..gemm.problem import GemmProblem, MatrixLayout, Panel
 from ..gemm.raster import Raster, RasterOrder, make_raster
 from ..gemm.smem import column_elements
 from ..gemm.spec import GemmSpec
@@ -38,10 +39,10 @@ PLAN_VERSION = 2
 class LaunchPlan:
     """One launch.
 
-    Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands; of
-    a grouped product the sizes, and the indices of gathered rows; of one that reads a stack the
-    index; block scales of A and of B, or of groups along K of each B; then the results, then
-    workspaces.
+    Buffers are numbered: A 0, B 1, up where it has an array of its own, or the right operands of
+    other panels, the epilogue's operands; of a grouped product the sizes, and the indices of
+    gathered rows; of one that reads a stack the index; block scales of A and of B, or of groups
+    along K of each B; then the results, then workspaces.
     """
 
     grid: tuple[int, int, int]
@@ -124,6 +125,8 @@ def _tma_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
     if spec.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
+    for name, tile in zip(start_names(spec.panels), grid.panel_starts(problem, spec), strict=True):
+        values[name] = Int32(tile)
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
         values |= _numbers("zero", grid.zero_rows(problem))
@@ -229,7 +232,6 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p = problem
     rows_a, rows_b = grid.loaded_rows(p, spec)
-    stored_b = stored(p.b, p.b_dtype)
     offset_of_up = DTYPES[p.b_dtype].nbytes(p.up_offset or 0)
 
     def a_map() -> TensorMap | Pointer:
@@ -241,21 +243,25 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         batch = batch_axes(p, p.a, p.matrices("a"))
         return tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.stored_k}, batch, box)
 
-    def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
+    def b_map(buffer: int, panel: Panel, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if spec.spans_k:
             return span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents, box = {"n": p.n, "k": p.stored_k}, shortened(spec.b_box, spec.b_major, rows_b)
+        extents, box = {"n": panel.n, "k": p.stored_k}, shortened(spec.b_box, spec.b_major, rows_b)
         extents[p.b.major] //= DTYPES[p.b_dtype].packed
+        stored_b = stored(panel.b, p.b_dtype)
         batch = batch_axes(p, stored_b, p.matrices("b"))
         return tensor_map(buffer, p.b_dtype, stored_b, extents, batch, box, offset)
 
-    values: dict[str, Param] = {"a": a_map(), "b": b_map(1)}
+    first, *_ = panels = p.as_panels
+    values: dict[str, Param] = {"a": a_map()}
+    named = zip(right_names(len(panels)), panels, strict=True)
+    values |= {name: b_map(1 + i, panel) for i, (name, panel) in enumerate(named)}
     if p.gated and p.up_offset is None:
-        values["up"] = b_map(2)
+        values["up"] = b_map(2, first)
     elif p.up_offset is not None:
-        values["up"] = b_map(1, offset_of_up)
+        values["up"] = b_map(1, first, offset_of_up)
     if spec.rounds_operands:
         values = {x: replace(of, rounds=True) for x, of in values.items()}  # gathered ones are none
     return values
@@ -264,7 +270,7 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     p, buffer = problem, grid.num_inputs(problem) - 1
     values: dict[str, Param] = {}
-    for i, result in enumerate(p.graph.results):
+    for i, (panel, result) in enumerate(product(p.as_panels, p.graph.results)):
         buffer += result.plane == 0
         if result.kind != "matrix":
             values[f"d{i}"] = Pointer(buffer)
@@ -272,7 +278,7 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         if spec.loose_d:
             values |= _strided(f"d{i}", buffer, p.d, p.l)
             continue
-        layout, planes = p.d, result.planes
+        layout, planes = panel.d, result.planes
         if planes > 1:
             layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
         offset = result.plane * p.n * DTYPES[result.dtype].itemsize
@@ -282,7 +288,7 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         if spec.grouped == "m":
             values[f"d{i}"] = span_map(buffer, result.dtype, layout, p.n, p.m, box, offset)
             continue
-        extents = {"m": p.m, "n": p.n}
+        extents = {"m": p.m, "n": panel.n}
         batch = batch_axes(p, layout, p.l)
         values[f"d{i}"] = tensor_map(buffer, result.dtype, layout, extents, batch, box, offset)
     return values

@@ -56,6 +56,7 @@ from support.policies import (
     eight_bit_specs,
     eight_bit_variants,
     loose_specs,
+    panel_specs,
     parts_specs,
     split_specs,
     stored_parts_specs,
@@ -129,6 +130,7 @@ PARTS: dict[str, Callable[[], Iterable[KernelSpec]]] = {
     "split": split,
     "transposed": transposed,
     "loose": lambda: [*loose_specs(), *loose_program_specs()],
+    "panels": panel_specs,
     "weights": weights,
     "invariant": invariant_specs,  # of test_row_bits.py
     "float32": of_float32,

@@ -24,7 +24,7 @@ OTHER_VALUES = {  # for each field of a spec, one that SPEC does not have
     "epi_tile_n": 64, "epi_stages": 2, "epi_load_stages": 2, "grouped": "m", "gathered": "a",
     "indexed": "a", "nested": True, "short_boxes": True, "evict_first": "b", "split_k": True,
     "promoted": True, "a_block": 1, "b_block": 128, "bf16_terms": 3, "k_group": 128,
-    "simt_width": 4, "d_major": "m", "loose_d": True,
+    "simt_width": 4, "d_major": "m", "loose_d": True, "panels": 2,
     "epilogue": EpilogueGraph(
         operands=(Operand("row", "float32"),), nodes=(Node("add", (0, 1)),),
         results=(Result("matrix", 2, "bfloat16"),),

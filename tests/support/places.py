@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -101,8 +102,10 @@ def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
     """Returns what lies in the buffers of `input_places` that hold numbers to calculate with."""
     p = problem
     a = Place(shape_of(p, "a"), strides_of(p, "a"), p.a_dtype, nest=_nest(p, p.a))
-    gate = Place(shape_of(p, "b"), strides_of(p, "b"), p.b_dtype, nest=_nest(p, p.b))
-    buffers: list[tuple[Place, ...]] = [(a,), (gate,)]
+    gate, *others = (
+        Place(shape_of(x, "b"), strides_of(x, "b"), p.b_dtype, nest=_nest(p, p.b)) for x in p.apart
+    )
+    buffers: list[tuple[Place, ...]] = [(a,), (gate,), *((panel,) for panel in others)]
     if p.gated and p.up_offset is None:
         buffers.append((gate,))
     elif p.up_offset is not None:
@@ -131,10 +134,12 @@ def result_places(problem: GemmProblem, spec: GemmSpec) -> list[Place]:
     Matrices lie as D does; pairs of planes and reductions are compact.
     """
     arrays = [r for r in problem.graph.results if r.kind != "matrix" or r.plane == 0]
-    places = []
-    for result, (shape, dtype) in zip(arrays, result_shapes(problem, spec), strict=True):
+    of_panels, places = product(problem.apart, arrays), []
+    for (panel, result), (shape, dtype) in zip(
+        of_panels, result_shapes(problem, spec), strict=True
+    ):
         if result.kind == "matrix" and result.planes == 1:
-            strides = strides_of(problem, "d")
+            strides = strides_of(panel, "d")
             places.append(Place(shape, strides, dtype, nest=_nest(problem, problem.d)))
         else:
             places.append(Place.compact(shape, dtype))

@@ -124,6 +124,13 @@ def loose_specs() -> tuple[GemmSpec, ...]:
     return _legal(loose)
 
 
+@cache
+def panel_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs` and those that split K, for 2 to 4 right operands."""
+    some = (*covering_specs()[::2], *split_specs()[::4], *short_box_specs()[::8])
+    return _legal(replace(spec, panels=2 + i % 3) for i, spec in enumerate(some))
+
+
 def along_n(spec: GemmSpec) -> GemmSpec | None:
     """Returns a kernel of another tile that stores along N what one of `transposed_specs` stores
     along M, if it is plain or has an epilogue and no other trait."""
@@ -198,7 +205,7 @@ def all_specs() -> tuple[GemmSpec, ...]:
         covering_specs, stacked_specs, short_box_specs, nested_specs, split_specs,
         epilogue_covering_specs, grouped_covering_specs, eight_bit_specs, eight_bit_variants,
         block_specs, chosen_epilogue_specs, transposed_specs, parts_specs, stored_parts_specs,
-        tf32_specs, converted_specs, converted_variants, loose_specs,
+        tf32_specs, converted_specs, converted_variants, loose_specs, panel_specs,
     )  # fmt: skip
     return tuple(dict.fromkeys(spec for specs in sets for spec in specs()))
 
@@ -209,8 +216,9 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
-            *split_specs(), *transposed_specs(), *loose_specs(), *epilogue_covering_specs(),
-            *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
+            *split_specs(), *transposed_specs(), *loose_specs(), *panel_specs(),
+            *epilogue_covering_specs(), *grouped_covering_specs(), *chosen_epilogue_specs(),
+            *table_specs(H200),
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, shown_by_code))

@@ -74,7 +74,8 @@ class FusedEpilogue:
         atoms = *results, *(operands or ())
         for array, atom in zip((*self.graph.results, *self.graph.operands), atoms, strict=True):
             if array.kind == "matrix" and not self.spec.loose_d:
-                check_box(atom, self.spec.epi_box(array.dtype), 1)
+                for each in atom if isinstance(atom, tuple) else (atom,):
+                    check_box(each, self.spec.epi_box(array.dtype), 1)
 
     def allocate(self, memory):
         """Returns the `SharedTensors`, taken in the order of `GemmSpec.smem_bytes`."""
@@ -129,7 +130,9 @@ class FusedEpilogue:
     def tile_view(self, view, scalars, is_store_warp, coords):
         tma_coords = view.cta.tma_coords
         ring = view.ring.tile_view(coords)
-        stores = tuple(matrix.tile_view(*tma_coords.result(coords)) for matrix in view.matrices)
+        stores = tuple(
+            matrix.tile_view(*tma_coords.result(coords), coords.panel) for matrix in view.matrices
+        )
         folds = tuple(
             reduction.begin_tile(of_thread)
             for reduction, of_thread in zip(self.reductions, view.reductions, strict=True)

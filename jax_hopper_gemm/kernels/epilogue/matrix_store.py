@@ -26,6 +26,7 @@ from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
 from ..dtypes import CUTE_DTYPE
+from ..panels import own_map
 from ..shared_memory import WARPGROUP
 from . import instructions as gpu
 from .quantize import pack_pairs
@@ -93,6 +94,8 @@ class StagedMatrix:
         """
         one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
         op = cpasync.CopyBulkTensorTileS2GOp()
+        if isinstance(mD, tuple):  # of panels
+            return tuple(map(self.make_tma_atom, mD))
         return cpasync.make_tiled_tma_atom(op, mD, one_stage, self.subtile)[0]
 
     def allocate(self, memory):
@@ -117,7 +120,7 @@ class StagingView:
     """A math thread's view of one matrix."""
 
     matrix: StagedMatrix
-    tma_d: Any
+    tma_d: Any  # of panels a tuple
     r2s: Any
     sD: Any  # (64, epi_tile_n, buffers)
     tRS_sD: Any  # (R2S, R2S_M, R2S_N, buffers)
@@ -137,15 +140,17 @@ class StagingView:
             tRS_rD.store(values.load().to(self.matrix.dtype))
         cute.copy(self.r2s, tRS_rD, self.tRS_sD[None, None, None, buffer])
 
-    def tile_view(self, tiles, index):
+    def tile_view(self, tiles, index, panel):
         """Returns the view of the tile that has this index among `tiles` (bM, bN, ...)."""
+        panels = self.tma_d if isinstance(self.tma_d, tuple) else ()
+        tma_d = panels[0] if panels else self.tma_d
         # (64, epi_tile_n, row blocks, column blocks, tiles ...)
         subtiles = cute.flat_divide(tiles, self.matrix.subtile)
         bSG_sD, bSG_gD = cpasync.tma_partition(
-            self.tma_d, 0, cute.make_layout(1),
+            tma_d, 0, cute.make_layout(1),
             cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
         )  # fmt: skip
-        return StoreView(self.tma_d, bSG_sD, bSG_gD, index)
+        return StoreView(tma_d, bSG_sD, bSG_gD, index, own_map(panels, panel))
 
 
 class LooseMatrix(StagedMatrix):
@@ -167,7 +172,7 @@ class LooseView(StagingView):
     row: Any  # that the thread stores first, of a staged tile
     column: Any
 
-    def tile_view(self, tiles, index):
+    def tile_view(self, tiles, index, panel):
         return self
 
     def scatter(self, buffer, coords):
@@ -194,7 +199,10 @@ class StoreView:
     bSG_sD: Any  # (box, buffers)
     bSG_gD: Any  # (box, row blocks, column blocks, tiles ...)
     index: Any  # of the tile
+    options: dict  # of the copy
 
     def store(self, buffer, block):
         """Sends a shared buffer to a block (row block, column block) of the tile; one warp."""
-        cute.copy(self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *block, *self.index])
+        shared = self.bSG_sD[None, buffer]
+        box = self.bSG_gD[None, *block, *self.index]
+        cute.copy(self.tma_d, shared, box, **self.options)

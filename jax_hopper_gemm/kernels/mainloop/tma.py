@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import select_
 
 from ...gemm.tma_box import TmaBox
 from ..dtypes import CUTE_DTYPE
+from ..panels import own_map
 from .ring import operand_smem_layout
 
 EVICT_FIRST = (
@@ -30,6 +31,7 @@ class TmaView:
     cta: Any  # which of the CTAs that share a tile this one is
     mask: Any  # CTAs that its part goes to; None: there is this one alone
     own_mask: Any  # this CTA alone
+    panels: Any = ()  # where B is several panels, the tensor maps of all
 
 
 def check_box(atom, box, shares):
@@ -56,7 +58,7 @@ class TmaOperand:
         self.box = s.a_box if self.is_a else s.b_box
         self.is_k_major = (s.a_major if self.is_a else s.b_major) == "k"
         self.dtype = CUTE_DTYPE[s.a_dtype if self.is_a else s.b_dtype]
-        parts = 1 if self.is_a else s.graph.accumulators
+        self.parts = parts = 1 if self.is_a else s.graph.accumulators
         self.nbytes = parts * math.prod(self.tile) * self.dtype.width // 8
         self.evict_first = s.evict_first == operand
 
@@ -84,12 +86,13 @@ class TmaOperand:
         else:
             # (bN of one B, bK, B's, 1, stages)
             sBs = cute.flat_divide(stages.sB, self.tile)
-            parts = tuple(sBs[None, None, part, 0, None] for part in range(len(maps)))
+            parts = tuple(sBs[None, None, part, 0, None] for part in range(self.parts))
             mask, rank = ((1 << s.cluster_m) - 1) << (s.cluster_m * cta.n), cta.m
         return TmaView(
-            maps, parts, tma_coords, rank,
+            maps[: self.parts], parts, tma_coords, rank,
             mask=cutlass.Int16(mask) if self.shares > 1 else None,
             own_mask=cutlass.Int16(1 << cta.m) if s.paired else None,
+            panels=maps if len(maps) > self.parts else (),
         )  # fmt: skip
 
     def partition(self, view, coords):
@@ -109,11 +112,13 @@ class TmaOperand:
 
     def load(self, view, slices, k_tile, stage, full, coords):
         """Sends this CTA's `slices` of a k-tile to a stage, whose barrier is `full`."""
-        self.copy(view, slices, k_tile, stage, full, view.mask)
+        self.copy(view, slices, k_tile, stage, full, view.mask, coords)
 
-    def copy(self, view, slices, k_tile, stage, full, mask):
+    def copy(self, view, slices, k_tile, stage, full, mask, coords):
         # tXsX: slices of stages, tXgX: slices of k-tiles; of A or a B, partitioned for the copy
-        options = {} if mask is None else {"mcast_mask": mask}
+        options = own_map(view.panels, coords.panel)
+        if mask is not None:
+            options["mcast_mask"] = mask
         if self.evict_first:
             options["cache_policy"] = Int64(EVICT_FIRST)
         for tma, (tXsX, tXgX) in zip(view.maps, slices, strict=True):
@@ -202,13 +207,13 @@ class PairedB:
     def load(self, view, slices, k_tile, stage, full, coords):
         mine, others = slices
         mask = cutlass.Int16(select_(coords.together, view.mask, view.own_mask))
-        self.operand.copy(view, mine, k_tile, stage, full, mask)
-        self._load_others(view, others, k_tile, stage, full, coords.together)
+        self.operand.copy(view, mine, k_tile, stage, full, mask, coords)
+        self._load_others(view, others, k_tile, stage, full, coords)
 
     @cute.jit
-    def _load_others(self, view, others, k_tile, stage, full, together):
-        if not together:
-            self.operand.copy(view, others, k_tile, stage, full, view.own_mask)
+    def _load_others(self, view, others, k_tile, stage, full, coords):
+        if not coords.together:
+            self.operand.copy(view, others, k_tile, stage, full, view.own_mask, coords)
 
 
 class TmaProducer:
