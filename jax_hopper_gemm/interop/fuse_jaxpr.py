@@ -29,6 +29,7 @@ from .placement import in_place, updates_ordered
 from .program import Program
 from .region import Region
 from .regions import Regions
+from .together import launched_together
 from .wide import Function, sum_dtype, widened
 
 
@@ -66,7 +67,7 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         refused += [x for x in search.regions if not x.whole]
         if not refused:
             try:
-                ordered = _Order(dependences, launches, results).equations
+                ordered = launched_together(_Order(dependences, launches, results).equations)
                 return updates_ordered(ordered, results), results
             except _Cycle as cycle:
                 refused = [cycle.region]

@@ -54,6 +54,8 @@ def canonical_form(
     Raises:
       NotAGemm: no canonical GEMM is this product.
     """
+    if request.panels:
+        return _side_by_side(request)
     gemm = as_gemm(request, fusion.graph if fusion else None, labels)
     problem = gemm.problem
     if request.k_group:
@@ -74,6 +76,17 @@ def canonical_form(
 
 
 bare_form = memoised(canonical_form)  # of products without an epilogue
+
+
+def _side_by_side(request: Request) -> Gemm:
+    """Returns the canonical form of products of one left operand, panels of one problem."""
+    forms = [bare_form(x) for x in request.apart]
+    if any(gemm.swap_ab or gemm.padded for gemm in forms):
+        raise NotAGemm("right operands side by side hold no columns of the result, or are padded")
+    first, *others = problems = [gemm.problem for gemm in forms]
+    if first.l > 1 or any(replace(x, n=first.n, b=first.b, d=first.d) != first for x in others):
+        raise NotAGemm("right operands side by side do not lie alike")
+    return Gemm(GemmProblem.side_by_side(problems), swap_ab=False)
 
 
 def _with_scales(p: GemmProblem, request: Request, swap_ab: bool) -> GemmProblem:

@@ -76,6 +76,8 @@ def _decided(
     read: tuple[Any, ...],
 ) -> Decision:
     """Returns the same; `function` is the request's, `read` is `read_for`."""
+    if request.panels and (reason := _read_in_place(origins)):
+        return Decision(Form(request), Route("xla", reason, "model"), reason)
     forms = forms_of(request, origins)
     routes: list[Route] = []
     for form in forms:
@@ -101,6 +103,20 @@ def _decided(
     elif len(routes) > 1 and chosen.path == "hopper":
         reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"
     return Decision(form, chosen, reason)
+
+
+def _read_in_place(origins: Sequence[Origin]) -> str | None:
+    """Returns why products of one array are not launched together, that read more in place alone.
+
+    XLA would copy an operand out of its stack, transpose it, or write it in 16 bits.
+    """
+    if any(x.stack is not None for x in origins):
+        return "an operand is one array of a stack, which kernels of one product read there"
+    if any(x.widened is not None for x in origins):
+        return "an operand has 8 or 4 bits, which kernels of one product convert"
+    if len({x.permutation for x in origins[1:]}) > 1:
+        return "right operands lie differently, as transposes of what they are made of"
+    return None
 
 
 def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
@@ -308,7 +324,8 @@ def _joined(form: Form) -> Form | None:
     """
     request = form.request
     subscripts, contracted = request.subscripts, request.subscripts.contracted
-    if request.groups or request.indexed or request.num_b > 1 or len(contracted) < 2:
+    several = request.num_b > 1 or request.panels
+    if request.groups or request.indexed or several or len(contracted) < 2:
         return None
     letters = subscripts.lhs, subscripts.rhs
     small = 0 if prod(request.lhs_shape) < prod(request.rhs_shape) else 1

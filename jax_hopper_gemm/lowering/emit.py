@@ -84,7 +84,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     results = list(lower_jaxpr(context, launch, *values, *operands, lines=ctx.traceback))
     if route.fusion:
         return results
-    if not (request.blocks or request.k_group or route.gemm.padded):
+    if not (request.blocks or request.k_group or request.panels or route.gemm.padded):
         mark_product(results[0].owner, request, route.gemm.problem, swap_ab=route.gemm.swap_ab)
     return mark_options(call, results)
 

@@ -55,7 +55,7 @@ def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Ar
     """Returns the arrays that are multiplied, in the kernel's order."""
     request, groups = call.request, call.request.groups
     shapes = [(request.lhs_shape, request.lhs_dtype)]
-    shapes += [(request.rhs_shape, request.rhs_dtype)] * request.num_b
+    shapes += [(shape, request.rhs_dtype) for shape in request.rhs_shapes]
     if groups and (operand := groups.gathered):
         (_, *row), dtype = shapes["ab".index(operand)]
         shapes["ab".index(operand)] = ((groups.source_rows, *row), dtype)

@@ -34,6 +34,9 @@ class Request(ShapedProduct):
     # Elements along K that share a scale in each column of the right operand, which a kernel
     # converts; 0: there are no such scales.
     k_group: int = 0
+    # Where several right operands side by side have a result each, their extents along the letter
+    # `panel_letter`; `rhs_shape` is that of all. Else there are none.
+    panels: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         """Is asked often: what mostly tells requests of a program apart is enough."""
@@ -47,6 +50,24 @@ class Request(ShapedProduct):
     @property
     def accumulators(self) -> int:
         return 2 if self.num_b == 2 or self.gate_up else 1
+
+    @property
+    def panel_letter(self) -> str:
+        """The outermost letter of the columns in the result."""
+        return next(x for x in self.subscripts.out if x in self.subscripts.rhs_free)
+
+    @property
+    def rhs_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each right operand."""
+        if not self.panels:
+            return [self.rhs_shape] * self.num_b
+        axis = self.subscripts.rhs.index(self.panel_letter)
+        return [(*self.rhs_shape[:axis], x, *self.rhs_shape[axis + 1 :]) for x in self.panels]
+
+    @property
+    def apart(self) -> list[Request]:
+        """The products of each panel."""
+        return [replace(self, rhs_shape=shape, panels=()) for shape in self.rhs_shapes]
 
     @property
     def symbolic(self) -> bool:
@@ -63,7 +84,7 @@ class Request(ShapedProduct):
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
-        rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.num_b)
+        rhs = " and ".join(array_text(shape, self.rhs_dtype) for shape in self.rhs_shapes)
         text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_name(self.out_dtype)}"
         if self.blocks:
             rows = " and ".join(f"{rows}x{PROMOTION_K}" for rows in self.blocks)

@@ -17,6 +17,7 @@ from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
 from ..lowering.request import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
+from ..primitives.dots import hopper_dots_p, one_by_one
 from ..primitives.rows import pick_rows_p, sum_rows_p
 from ..primitives.widen import hopper_widen_p
 
@@ -43,7 +44,7 @@ class TracedProduct:
     def origins(self) -> tuple[Origin, ...]:
         """Returns what the operands are made of, as in `decide`."""
         request = self.request
-        shapes = (request.lhs_shape, *[request.rhs_shape] * request.num_b)
+        shapes = (request.lhs_shape, *request.rhs_shapes)
         world, ordered = JaxprValues(), reads_in_order(request)
         return tuple(
             source_of(Value(self.program, atom, shape), world, ordered=ordered).origin
@@ -70,6 +71,15 @@ def by_recipe(program: Program, equation: Any) -> Program | None:
     if equation.primitive not in EXPANDED or not product.options.recipe:
         return None
     function = partial(EXPANDED[equation.primitive], **equation.params)
+    inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
+    return Program(inner, program, equation)
+
+
+def one_by_one_in(program: Program, equation: Any) -> Program | None:
+    """Returns what products of one array are where no kernel runs all; None for others."""
+    if equation.primitive is not hopper_dots_p:
+        return None
+    function = partial(one_by_one, **equation.params)
     inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
     return Program(inner, program, equation)
 

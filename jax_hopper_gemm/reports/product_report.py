@@ -22,7 +22,7 @@ from ..primitives.define import PRODUCTS, request_of
 from ..primitives.experimental import flops_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
-from .find_product import Program, TracedProduct, by_recipe
+from .find_product import Program, TracedProduct, by_recipe, one_by_one_in
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,12 @@ def products_in(
                 yield replace(product, line=line)
         elif equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
-            yield replace(product, flops=runs * product.flops, runs=runs)
+            if product.path == "xla" and (inside := one_by_one_in(program, equation)):
+                apart = rewriting._replace(fuse=False)
+                for each in products_in(inside, apart, within, closed_to, runs):
+                    yield replace(each, line=product.line)
+            else:
+                yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
             product = jaxs_own(equation, rewriting.implementation, closed_to)
             yield replace(product, within=within, flops=runs * product.flops, runs=runs)

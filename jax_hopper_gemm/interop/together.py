@@ -1,0 +1,192 @@
+"""Products of one array, as those of query, key and value, in one launch where that is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Literal
+
+from ..dispatch import Device
+from ..fusion.residuals import variables
+from ..gemm.dtypes import HALVES
+from ..gemm.product import Product
+from ..gemm.type_legality import MAX_PANELS
+from ..lowering.devices import current_device
+from ..lowering.request import Request
+from ..lowering.route import route
+from ..primitives.dot import hopper_dot_p
+from ..primitives.dots import hopper_dots_p, request_of_dots
+
+
+class _NoPlace(Exception):
+    """A group's launch has no place among the equations."""
+
+    def __init__(self, group: list[_Member]):
+        super().__init__(group)
+        self.group = group
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A product that others may be launched with."""
+
+    number: int  # of its equation
+    product: Product  # with the array that they share on the left
+    shared: Any
+    right: Any
+    out: Any
+
+
+def launched_together(equations: Sequence[Any]) -> list[Any]:
+    """Returns the equations with products of one array as one, where the cost model expects a gain.
+
+    A launch stands where its last product did, or before what reads a result of it first.
+    """
+    alike: dict[Any, list[_Member]] = {}
+    turned: dict[Any, Any] = {}  # permutations of variables that are transposes
+    for number, equation in enumerate(equations):
+        if equation.primitive is lax.transpose_p:
+            turned[equation.outvars[0]] = equation.params["permutation"]
+        elif member := _member(number, equation):
+            key = (turned.get(member.right), *_key(equation, member))
+            alike.setdefault(key, []).append(member)
+    shared = [members for members in alike.values() if len(members) > 1]
+    if not shared:
+        return list(equations)
+    depends, device = _dependence(equations, shared), current_device()
+    groups = [
+        faster
+        for members in shared
+        for group in _independent(members, depends)
+        if (faster := _faster(group, device))
+    ]
+    while groups:
+        try:
+            return _ordered(equations, groups)
+        except _NoPlace as found:
+            groups.remove(found.group)
+    return list(equations)
+
+
+def _member(number: int, equation: Any) -> _Member | None:
+    """Returns a product of 16-bit matrices that others may be launched with; None for others."""
+    if equation.primitive is not hopper_dot_p:
+        return None
+    product: Product = equation.params["product"]
+    options, subscripts, (lhs, rhs) = product.options, product.subscripts, equation.invars
+    if options.recipe or options.batch_invariant or product.out_sharding is not None:
+        return None
+    if subscripts.batch or not subscripts.out or Literal in (type(lhs), type(rhs)):
+        return None
+    if lhs.aval.dtype != rhs.aval.dtype or lhs.aval.dtype.name not in HALVES:
+        return None
+    if isinstance(options.precision, tuple) and len({*options.precision}) > 1:
+        return None
+    (out,) = equation.outvars
+    if subscripts.out[-1] in subscripts.rhs_free:
+        return _Member(number, product, lhs, rhs, out)
+    swapped = replace(product, subscripts=subscripts.swapped())
+    return _Member(number, swapped, rhs, lhs, out)
+
+
+def _key(equation: Any, member: _Member) -> tuple[Any, ...]:
+    """Returns what products that may be launched together have in common."""
+    subscripts, shape = member.product.subscripts, member.right.aval.shape
+    panel = next(x for x in subscripts.out if x in subscripts.rhs_free)
+    rest = tuple(x for x, letter in zip(shape, subscripts.rhs, strict=True) if letter != panel)
+    dtypes = member.right.aval.dtype, member.out.aval.dtype
+    return member.shared, member.product, equation.ctx, rest, *dtypes
+
+
+def _dependence(equations: Sequence[Any], groups: Iterable[Sequence[_Member]]) -> dict[int, int]:
+    """Returns by number of a product those that it depends on, as bits at their numbers."""
+    numbers = {member.number for group in groups for member in group}
+    of: dict[Any, int] = {}
+    found: dict[int, int] = {}
+    for number, equation in enumerate(equations):
+        bits = 0
+        for x in variables(equation.invars):
+            bits |= of.get(x, 0)
+        if number in numbers:
+            found[number] = bits
+            bits |= 1 << number
+        if bits:
+            of.update(dict.fromkeys(equation.outvars, bits))
+    return found
+
+
+def _independent(members: Sequence[_Member], depends: dict[int, int]) -> list[list[_Member]]:
+    """Returns groups of neighbouring products none of which depends on another of its group."""
+    groups: list[list[_Member]] = [[]]
+    for member in members:
+        before = sum(1 << x.number for x in groups[-1])
+        if depends[member.number] & before or len(groups[-1]) == MAX_PANELS:
+            groups.append([])
+        groups[-1].append(member)
+    return groups
+
+
+def _faster(group: list[_Member], device: Device) -> list[_Member] | None:
+    """Returns those of a group that are expected to be faster in one launch, or None.
+
+    Where all are not, the widest is left out: it fills the GPU alone.
+    """
+    while len(group) > 1:
+        if route(_request(group), device).path == "hopper":
+            return group
+        widest = max(group, key=lambda x: x.right.aval.size)
+        group = [x for x in group if x is not widest]
+    return None
+
+
+def _request(group: Sequence[_Member]) -> Request:
+    first = group[0]
+    avals = [first.shared.aval, *(x.right.aval for x in group)]
+    return request_of_dots(avals, [x.out.aval for x in group], product=first.product)
+
+
+def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[Any]:
+    """Returns the equations with a launch for each group.
+
+    Raises:
+      _NoPlace: a launch would need what is computed from its results, or pull an equation with
+        effects before others.
+    """
+    launches = {group[-1].number: (group, _launch(equations, group)) for group in groups}
+    place = {member.number: group[-1].number for group in groups for member in group}
+    makers = {x: place.get(i, i) for i, equation in enumerate(equations) for x in equation.outvars}
+    ordered: list[Any] = []
+    done, entered = set[int](), dict[int, None]()
+    for first in range(len(equations)):
+        pending = [(first, False)] if place.get(first, first) == first else []
+        while pending:
+            number, ready = pending.pop()
+            if number in done:
+                continue
+            _, equation = launches.get(number, (None, equations[number]))
+            if ready:
+                ordered.append(equation)
+                done.add(number)
+                continue
+            if number in entered or (number != first and equation.effects):
+                waiting = (x for x in reversed(entered) if x in launches and x not in done)
+                raise _NoPlace(launches[next(waiting)][0])
+            entered[number] = None
+            pending.append((number, True))
+            needed = (makers.get(x) for x in variables(equation.invars))
+            pending += [(maker, False) for maker in needed if maker is not None]
+    return ordered
+
+
+def _launch(equations: Sequence[Any], group: Sequence[_Member]) -> Any:
+    """Returns the equation of the products of a group."""
+    first = group[0]
+    return equations[group[-1].number].replace(
+        primitive=hopper_dots_p,
+        params={"product": first.product},
+        invars=[first.shared, *(x.right for x in group)],
+        outvars=[x.out for x in group],
+    )
