@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import cases, counters, cutting, outcome, policies
+from support import cases, counters, cutting, outcome, panels, policies
 from support.compiling import skip_without_compiler
 from support.ptx import arithmetic, quantization
 from support.ptx.gpu import PtxGpu, kernel_of, ptx_of
@@ -52,7 +52,7 @@ def test_a_kernel_is_right_and_writes_nothing_else(spec):
 
 def test_each_panel_is_read_and_stored_by_its_own_tensor_map():
     spec = first(policies.panel_specs(), panels=3, tile_m=64, warp_schedule="pingpong")
-    problem, raster_order = cases.panel_problems(spec, SMS)[1]
+    problem, raster_order = panels.panel_problems(spec, SMS)[1]
     outcome.check(PtxGpu(), spec, problem, raster_order, 0, SMS)  # type: ignore
 
 

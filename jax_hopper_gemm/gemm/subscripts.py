@@ -78,6 +78,11 @@ class Subscripts:
         return "".join(x for x in self.rhs if x not in self.lhs)
 
     @property
+    def columns(self) -> str:
+        """Letters of the right operand alone, in the order of the result."""
+        return "".join(x for x in self.out if x in self.rhs and x not in self.lhs)
+
+    @property
     def gate_up(self) -> str:
         """The letter that tells gate from up in a right operand that holds both, or ""."""
         return "".join(x for x in self.rhs if x not in self.lhs + self.out)

@@ -95,8 +95,8 @@ def _member(number: int, equation: Any) -> _Member | None:
 def _key(equation: Any, member: _Member) -> tuple[Any, ...]:
     """Returns what products that may be launched together have in common."""
     subscripts, shape = member.product.subscripts, member.right.aval.shape
-    panel = next(x for x in subscripts.out if x in subscripts.rhs_free)
-    rest = tuple(x for x, letter in zip(shape, subscripts.rhs, strict=True) if letter != panel)
+    extents = zip(shape, subscripts.rhs, strict=True)
+    rest = tuple(x for x, letter in extents if letter != subscripts.columns[0])
     dtypes = member.right.aval.dtype, member.out.aval.dtype
     return member.shared, member.product, equation.ctx, rest, *dtypes
 

@@ -34,8 +34,8 @@ class Request(ShapedProduct):
     # Elements along K that share a scale in each column of the right operand, which a kernel
     # converts; 0: there are no such scales.
     k_group: int = 0
-    # Where several right operands side by side have a result each, their extents along the letter
-    # `panel_letter`; `rhs_shape` is that of all. Else there are none.
+    # Where several right operands side by side have a result each, their extents along the
+    # outermost of `Subscripts.columns`; `rhs_shape` is that of all. Else there are none.
     panels: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
@@ -52,16 +52,11 @@ class Request(ShapedProduct):
         return 2 if self.num_b == 2 or self.gate_up else 1
 
     @property
-    def panel_letter(self) -> str:
-        """The outermost letter of the columns in the result."""
-        return next(x for x in self.subscripts.out if x in self.subscripts.rhs_free)
-
-    @property
     def rhs_shapes(self) -> list[tuple[int, ...]]:
         """The shape of each right operand."""
         if not self.panels:
             return [self.rhs_shape] * self.num_b
-        axis = self.subscripts.rhs.index(self.panel_letter)
+        axis = self.subscripts.rhs.index(self.subscripts.columns[0])
         return [(*self.rhs_shape[:axis], x, *self.rhs_shape[axis + 1 :]) for x in self.panels]
 
     @property

@@ -57,7 +57,7 @@ def request_of_dots(avals: Sequence[Any], out_avals: Sequence[Any], *, product: 
     """Returns what products of one left operand ask for, together."""
     lhs, *rights = avals
     subscripts, shape = product.subscripts, list(rights[0].shape)
-    axis = subscripts.rhs.index(next(x for x in subscripts.out if x in subscripts.rhs_free))
+    axis = subscripts.rhs.index(subscripts.columns[0])
     panels = tuple(x.shape[axis] for x in rights)
     shape[axis] = sum(panels)
     return Request(
