@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding
@@ -22,6 +23,7 @@ from jax_hopper_gemm import recipes
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.gemm.grid import cluster_grid, panel_starts
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import Int32, TensorMap, make_plan
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -136,18 +138,25 @@ def test_two_groups_that_would_wait_for_each_other_are_not_both_launched_togethe
 
 
 def test_effects_keep_their_order() -> None:
+    """One launch would have to come before the first effect, and so the second one."""
     seen: list[int] = []
 
-    def function(x: Any, k: Any, v: Any) -> Any:
-        y = x @ k
-        jax.debug.callback(lambda: seen.append(1), ordered=True)
-        w = v * jnp.sum(y).astype(v.dtype) ** 0
-        return y, x @ w
+    def effect(number: int, x: Any) -> Any:
+        def note(value: Any) -> Any:
+            seen.append(number)
+            return value
 
-    x, k, v = (integers(shape.shape, "bfloat16", i) for i, shape in enumerate((X, K, V)))
-    jax.block_until_ready(jax.jit(jhg.accelerate(function))(x, k, v))
+        return io_callback(note, x, x, ordered=True)
+
+    def function(x: Any, k: Any, v: Any) -> Any:
+        y = effect(1, (x @ k)[0])
+        return y, x @ (v * effect(2, v[0]))
+
+    arrays = [integers(shape.shape, "bfloat16", i) for i, shape in enumerate((X, K, V))]
+    assert launches(function, *arrays) == [1, 1]
+    jax.block_until_ready(jax.jit(jhg.accelerate(function))(*arrays))
     jax.effects_barrier()
-    assert seen == [1]
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -236,9 +245,7 @@ def panels(m: int, k: int, *columns: int) -> GemmProblem:
 def test_a_plan_has_tensor_maps_of_each_panel_and_says_where_it_begins() -> None:
     problem = panels(512, 256, 300 * 8, 128, 8)
     spec = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, cluster_n=2, panels=3)
-    decision = choose(problem, H200, kernel_only=True)
-    assert decision.spec and decision.raster_order
-    plan = make_plan(problem, spec, decision.raster_order, 132)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
     maps = [x for x in plan.params if isinstance(x, TensorMap)]
     assert [x.buffer for x in maps] == [0, 1, 2, 3, 4, 5, 6]
     assert [x.dims[0] for x in maps] == [256, 2400, 128, 8, 2400, 128, 8]

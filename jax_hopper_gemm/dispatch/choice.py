@@ -39,7 +39,8 @@ from .table import Key, Source, Table, tables_of
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
 TOGETHER_DOUBT = 1.05  # of the expected cost of products of one A that one kernel runs
 # XLA puts the right operands of its own products of one A side by side, and cuts the result apart.
-# Of 40 sets, on an H100, that took longer by -0.2 to 1.4 passes over both, 0.7 in the median.
+# Of 40 sets, on an H100, that took longer by -0.2 to 1.4 passes over both, 0.7 in the median, of
+# which so much is counted on.
 MERGED_PASSES = 0.5
 MAX_DYNAMIC_COST = 1.05  # of a kernel with a dynamic scheduler, beside the best with fixed shares
 LINE_COLUMNS = 128  # of a mask, a byte each, that are a line
@@ -137,10 +138,10 @@ def _choose(
 ) -> Decision:
     if reasons := _refusals(problem, device):
         return Decision.unsupported(reasons)
-    key = Key.of(problem)
-    table = next((table for table in tables if key in table.entries), None)
     if problem.panels:
         return _together(problem, device, kernel_only)
+    key = Key.of(problem)
+    table = next((table for table in tables if key in table.entries), None)
     other = problem.bf16_terms > 0 or problem.simt  # than the arithmetic that tables are of
     if table is None or device.limited or other:  # tables were measured on whole GPUs
         return _modelled(problem, device, kernel_only)

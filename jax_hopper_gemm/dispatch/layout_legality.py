@@ -36,11 +36,9 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     of_a, of_b = batch_strides(p, p.a, p.matrices("a")), batch_strides(p, p.b, p.matrices("b"))
     gaps = not p.groups and p.up_offset is None
     reasons = _matrix_violations("A", p.a, extents_a, of_a, p.a_dtype, gaps=gaps)
-    for panel in p.panels:
+    for panel in p.as_panels:
         extents = extents_b | {"n": panel.n}
-        reasons += _matrix_violations("B", panel.b, extents, of_b, p.b_dtype)
-    if not p.panels:
-        reasons += _matrix_violations("B", p.b, extents_b, of_b, p.b_dtype, gaps=gaps)
+        reasons += _matrix_violations("B", panel.b, extents, of_b, p.b_dtype, gaps=gaps)
     reasons += _result_violations(p)
     if p.groups and not reasons:
         reasons += _group_violations(p, p.groups)

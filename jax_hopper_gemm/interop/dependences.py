@@ -159,7 +159,7 @@ class Dependences:
         return found
 
     def _crosses(self, variable: Any, numbers: set[Any]) -> bool:
-        """Whether a variable depends on one of these by rows or columns, and by no product."""
+        """Whether a variable depends on one of these, not elementwise alone, and by no product."""
         pending, seen = [(variable, False)] if numbers else [], set[tuple[Any, bool]]()
         while pending:
             x, crossed = pending.pop()
