@@ -72,8 +72,9 @@ def test_the_fields_survive_json(graph, groups):
     fields |= {name: layout_of(fields[name]) for name in "abd"}
     fields["operands"] = tuple(map(layout_of, fields["operands"]))
     fields["outer"] = tuple(fields["outer"])
-    panels = [(x["n"], layout_of(x["b"]), layout_of(x["d"])) for x in fields["panels"]]
-    fields["panels"] = tuple(Panel(*x) for x in panels)
+    panels = [x | {name: layout_of(x[name]) for name in "bd"} for x in fields["panels"]]
+    panels = [x | {"operands": tuple(map(layout_of, x["operands"]))} for x in panels]
+    fields["panels"] = tuple(Panel(**x) for x in panels)
     if groups is not None:
         fields["groups"]["rule"] = Groups(**fields["groups"]["rule"])
         fields["groups"] = GroupedAxis(**fields["groups"])

@@ -42,8 +42,9 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     reasons += _result_violations(p)
     if p.groups and not reasons:
         reasons += _group_violations(p, p.groups)
-    for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
-        reasons += _operand_violations(f"epilogue operand {i}", operand, layout, p)
+    for each in p.apart:
+        for i, (operand, layout) in enumerate(zip(p.graph.operands, each.operands, strict=True)):
+            reasons += _operand_violations(f"epilogue operand {i}", operand, layout, each)
     reasons += _gate_violations(p)
     return reasons
 

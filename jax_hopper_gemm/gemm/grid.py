@@ -101,8 +101,9 @@ def panel_starts(problem: GemmProblem, spec: GemmSpec) -> list[int]:
 
 def num_inputs(problem: GemmProblem) -> int:
     """Returns how many arrays a call reads; `launch.plan.LaunchPlan` has their order."""
-    arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
-    arrays += max(0, len(problem.panels) - 1)
+    panels = max(1, len(problem.panels))
+    arrays = 1 + panels * (1 + len(problem.operands))
+    arrays += problem.gated and problem.up_offset is None
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
     return arrays + (problem.indexed is not None) + num_scales(problem)
@@ -131,7 +132,7 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
     """
     p = problem
     if p.panels:
-        return [((p.l, p.m, panel.n), p.d_dtype) for panel in p.panels]
+        return [((p.l, p.m, x.n), result.dtype) for x in p.panels for result in p.graph.results]
     l = 1 if p.groups and p.groups.axis == "m" else p.l  # noqa: E741
     columns = tiles_n(p, spec)
     partial = {

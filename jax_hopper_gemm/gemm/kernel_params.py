@@ -8,7 +8,7 @@ in this order. The kernel itself takes a `KernelArgs`, whose fields flatten to t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -107,10 +107,12 @@ class KernelArgs(NamedTuple):
     # Tensor maps of A, of B or each panel's, of a gated product's up; of the scales of these along
     # K. Of a gathered operand a pointer.
     tma_ab: Any
-    # A tensor map for each matrix, or `Strided` where threads store it, or a tensor map for each
-    # panel; of other results a pointer.
+    # A tensor map for each matrix, or `Strided` where threads store it; of other results a pointer.
+    # Where there are panels, a tuple of those of each.
     results: Any
-    operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
+    # A tensor map each; of a scalar a pointer and the elements to the next matrix's. Of panels as
+    # of results.
+    operands: Any
     group_sizes: Any  # pointer to the int32 sizes of groups
     gather: Any  # `Gather`, where rows are gathered
     stack_index: Any  # `StackIndex`, where an operand is one matrix of a stack
@@ -212,10 +214,9 @@ def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | Cu
     return KernelArgs(
         tma_ab=tuple(_operand_ab(spec, n) for n in _multiplied(spec))
         + tuple(_scales_of_b(spec, n) for n in ("b", "up")[: graph.accumulators] if spec.k_group),
-        results=_results(spec),
+        results=_of_panels(spec, graph.results, _result),
         # None and not (): of an empty tuple CuTeDSL warns.
-        operands=tuple(_operand(spec, i, operand) for i, operand in enumerate(graph.operands))
-        or None,
+        operands=_of_panels(spec, graph.operands, _operand) or None,
         group_sizes=_pointer("group_sizes") if spec.grouped else None,
         gather=gather,
         stack_index=stack_index,
@@ -313,12 +314,18 @@ def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
     return KernelParam(f"{name}_group_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
 
 
-def _results(spec: GemmSpec) -> tuple[Any, ...]:
-    """Returns a parameter for each result; of panels one for each."""
+def _of_panels(spec: GemmSpec, arrays: Sequence[Any], param: Callable[..., Any]) -> tuple[Any, ...]:
+    """Returns what `param` makes of each array of the epilogue, and of its number.
+
+    Where there are panels, a tuple of those of each; numbers count the first one's arrays first.
+    """
     if spec.panels == 1:
-        return tuple(_result(spec, i, result) for i, result in enumerate(spec.graph.results))
-    (result,) = spec.graph.results
-    return (tuple(_result(spec, i, result) for i in range(spec.panels)),)
+        return tuple(param(spec, i, array) for i, array in enumerate(arrays))
+    panels = range(spec.panels)
+    return tuple(
+        tuple(param(spec, i + len(arrays) * panel, array) for panel in panels)
+        for i, array in enumerate(arrays)
+    )
 
 
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam | Strided:

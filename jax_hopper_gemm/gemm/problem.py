@@ -73,11 +73,12 @@ class BlockScales:
 
 @dataclass(frozen=True)
 class Panel:
-    """Columns of a product that are those of one right operand, and of one array of results."""
+    """Columns of a product that are those of one right operand, with results of their own."""
 
     n: int
     b: MatrixLayout
     d: MatrixLayout
+    operands: tuple[MatrixLayout, ...] = ()  # of the epilogue
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class GemmProblem:
     bf16_terms: int = 0  # as in `GemmSpec`
     simt: bool = False  # whether FMA units are to add up the products, in IEEE float32
     # Where B and D are several arrays side by side, one product of A for each: `n` counts the
-    # columns of all, `b` and `d` lie as the first one's. Else there are none.
+    # columns of all, `b`, `d` and `operands` are the first one's. Else there are none.
     panels: tuple[Panel, ...] = ()
 
     @classmethod
@@ -165,8 +166,8 @@ class GemmProblem:
 
     @classmethod
     def side_by_side(cls, products: Sequence[GemmProblem]) -> GemmProblem:
-        """Returns the problem of products of one A, which differ in N, B and D alone."""
-        panels = tuple(Panel(x.n, x.b, x.d) for x in products)
+        """Returns the problem of products of one A, which differ in N and arrays alone."""
+        panels = tuple(Panel(x.n, x.b, x.d, x.operands) for x in products)
         return replace(products[0], n=sum(x.n for x in panels), panels=panels)
 
     @property
@@ -293,12 +294,16 @@ class GemmProblem:
     @property
     def as_panels(self) -> tuple[Panel, ...]:
         """The panels; without several the product is one."""
-        return self.panels or (Panel(self.n, self.b, self.d),)
+        return self.panels or (Panel(self.n, self.b, self.d, self.operands),)
 
     @property
     def apart(self) -> list[GemmProblem]:
         """The products of each panel."""
-        return [replace(self, n=x.n, b=x.b, d=x.d, panels=()) for x in self.as_panels]
+        if not self.panels:
+            return [self]
+        return [
+            replace(self, n=x.n, b=x.b, d=x.d, operands=x.operands, panels=()) for x in self.panels
+        ]
 
     @property
     def flops(self) -> int:

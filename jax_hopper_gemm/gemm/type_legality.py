@@ -211,11 +211,15 @@ def _loose_violations(t: ProblemType) -> Iterator[str]:
 
 def _panel_violations(t: ProblemType) -> Iterator[str]:
     """Yields why no kernel multiplies A by several arrays into several others."""
+    graph = t.epilogue
     if not 1 <= t.panels <= MAX_PANELS:
         yield f"{t.panels} right operands, not 1 to {MAX_PANELS}: take several launches"
     others = {
-        "groups": t.grouped, "an epilogue": t.epilogue, "a matrix of a stack": t.indexed,
-        "a nested batch": t.nested, "D stored along M": t.d_major == "m",
+        "groups": t.grouped,
+        "gate and up": graph and (graph.accumulators == 2 or any(r.plane for r in graph.results)),
+        "reductions in their epilogue": graph and graph.needs_extents,
+        "a matrix of a stack": t.indexed, "a nested batch": t.nested,
+        "D stored along M": t.d_major == "m",
         "rows of D that are no multiples of 16 bytes": t.loose_d,
         f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
     }  # fmt: skip

@@ -1,13 +1,13 @@
 """Panels: B and D are several arrays side by side, and a tile lies in the columns of one of them.
 
 Tensor maps of panels have one type. So a copy names the first one's, and takes the address of the
-tile's own.
+tile's own. Among the kernel's parameters those of panels are a tuple.
 """
 
 import cutlass._mlir.dialects.cute as cute_ir
 import cutlass._mlir.dialects.cute_nvgpu as cute_nvgpu
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
 MAP_ALIGNMENT = 64  # bytes, of the address of a tensor map
@@ -26,16 +26,33 @@ def panel_at(starts, n):
     return panel, n - before
 
 
+def of_panels(array, function):
+    """Returns `function` of an array, or of each of several that panels have."""
+    return tuple(map(function, array)) if isinstance(array, tuple) else function(array)
+
+
 def own_map(maps, panel):
-    """Returns the options of a copy that takes a panel's tensor map; none without panels."""
-    if not maps:
-        return {}
+    """Returns the tensor map that a copy names, and options by which it takes a panel's own."""
+    if not isinstance(maps, tuple):
+        return maps, {}
     address = _address(maps[0])
     for i, tma in enumerate(maps[1:], 1):
         address = select_(panel == i, _address(tma), address)
     aligned = cute_ir.ConstrainedIntType.get(MAP_ALIGNMENT, Int64.width)
     value = cute_ir.assume(aligned, address.ir_value())
-    return {"tma_desc_ptr": cute_ir.inttoptr(_pointer_type(), value)}
+    return maps[0], {"tma_desc_ptr": cute_ir.inttoptr(_pointer_type(), value)}
+
+
+def own_scalar(scalars, panel):
+    """Returns pointer and batch stride of a scalar; of several those of a panel."""
+    if panel is None:
+        return scalars
+    (pointer, stride), *others = scalars
+    address = pointer.toint()
+    for i, (other, its_stride) in enumerate(others, 1):
+        address = select_(panel == i, other.toint(), address)
+        stride = select_(panel == i, its_stride, stride)
+    return cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4), stride
 
 
 def _address(tma):

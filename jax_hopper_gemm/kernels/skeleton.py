@@ -215,7 +215,7 @@ class GemmKernel:
         while tiles.exists(tile):
             coords = tiles.coords(tile)
             if self.epilogue.row_blocks.any_of(coords, warpgroup):
-                scalars = self.epilogue.load_scalars(results, coords.batch)
+                scalars = self.epilogue.load_scalars(results, coords)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
                 if self.finish.combine(exchange, self.consumer.sums(view), coords):

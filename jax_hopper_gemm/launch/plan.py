@@ -42,7 +42,8 @@ class LaunchPlan:
     Buffers are numbered: A 0, B 1, up where it has an array of its own, or the right operands of
     other panels, the epilogue's operands; of a grouped product the sizes, and the indices of
     gathered rows; of one that reads a stack the index; block scales of A and of B, or of groups
-    along K of each B; then the results, then workspaces.
+    along K of each B; then the results, then workspaces. Operands and results of one panel stand
+    together.
     """
 
     grid: tuple[int, int, int]
@@ -297,21 +298,26 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the operands' tensor maps; a scalar's pointer and elements to the next matrix's."""
     p = problem
-    first = 2 + (p.gated and p.up_offset is None)
+    first = 1 + len(p.as_panels) + (p.gated and p.up_offset is None)
     along_rows = 1 if spec.grouped == "m" else p.l  # arrays of an operand that varies along rows
     values: dict[str, Param] = {}
-    for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
+    arrays = (
+        (operand, layout, panel.n)
+        for panel in p.as_panels
+        for operand, layout in zip(p.graph.operands, panel.operands, strict=True)
+    )
+    for i, (operand, layout, n) in enumerate(arrays):
         name, buffer = f"c{i}", first + i
         if operand.kind == "scalar":
             values[name] = Pointer(buffer)
             values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
         elif operand.kind == "matrix":
-            extents, tile = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
+            extents, tile = {"m": p.m, "n": n}, spec.epi_box(operand.dtype)
             batch = batch_axes(p, layout, along_rows)
             values[name] = tensor_map(buffer, operand.dtype, layout, extents, batch, tile)
         else:
             if operand.kind == "row":
-                extent, batches, box = p.n, p.l, spec.epi_tile_n
+                extent, batches, box = n, p.l, spec.epi_tile_n
             else:
                 extent, batches, box = p.m, along_rows, column_elements(spec, operand.dtype)
             dims, strides = batch_dims(batch_axes(p, layout, batches), operand.dtype)

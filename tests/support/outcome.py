@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from support import bounds, cases, graphs, reference
@@ -60,8 +61,10 @@ def check(
     results = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
     what = f"{spec.name} on {problem} along {raster_order}"
     if problem.panels:  # each is a product of its own
-        each = [replace(inputs, b=(b,)) for b in inputs.b]
-        parts = zip(problem.apart, each, ([x] for x in results), strict=True)
+        count = len(problem.panels)
+        both = zip(inputs.b, _equal_parts(inputs.operands, count), strict=True)
+        each = [replace(inputs, b=(b,), operands=operands) for b, operands in both]
+        parts = zip(problem.apart, each, _equal_parts(results, count), strict=True)
     else:
         parts = [(problem, inputs, results)]
     for part, given, found in parts:
@@ -69,6 +72,11 @@ def check(
             assert_exact(found, exact(part, spec, given), what)
         else:
             assert_within_bound(part, spec, given, found, what)
+
+
+def _equal_parts(sequence: Any, count: int) -> list[Any]:
+    length = len(sequence) // count
+    return [sequence[i * length : (i + 1) * length] for i in range(count)]
 
 
 def check_scaled(

@@ -26,11 +26,15 @@ def panel_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Rast
     for i, (m, widths, k) in enumerate(zip(rows, tiles, extents_k, strict=True)):
         columns = [spec.tile_n * count - 8 * (j != 1) for j, count in enumerate(widths)]
         alone = [cases.padded(replace(spec, panels=1), m, n, k) for n in columns]
-        alone = [alone[0], *(replace(x, d=_wider(x.d), b=_wider(x.b)) for x in alone[1:])]
+        alone = [alone[0], *map(_wider, alone[1:])]
         order = RasterOrder("n" if i % 2 else "m", 1 + 3 * i)
         found.append((GemmProblem.side_by_side(alone), order))
     return found
 
 
-def _wider(layout: MatrixLayout) -> MatrixLayout:
-    return replace(layout, leading_stride=layout.leading_stride + 16)
+def _wider(problem: GemmProblem) -> GemmProblem:
+    def wider(layout: MatrixLayout) -> MatrixLayout:
+        return replace(layout, leading_stride=layout.leading_stride + 16)
+
+    p = problem
+    return replace(p, d=wider(p.d), b=wider(p.b), operands=tuple(map(wider, p.operands)))

@@ -111,11 +111,16 @@ def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
     elif p.up_offset is not None:
         buffers[1] += (replace(gate, offset=p.up_offset),)
     along_rows = shape_of(p, "d")[0]
-    for operand, layout in zip(p.graph.operands, p.operands, strict=True):
+    operands = (
+        (*pair, each.n)
+        for each in p.apart
+        for pair in zip(p.graph.operands, each.operands, strict=True)
+    )
+    for operand, layout, n in operands:
         apart = layout.leading_stride
         count, shape, strides = {
-            "matrix": (along_rows, (p.m, p.n), (apart, 1) if layout.major == "n" else (1, apart)),
-            "row": (p.l, (p.n,), (1,)),
+            "matrix": (along_rows, (p.m, n), (apart, 1) if layout.major == "n" else (1, apart)),
+            "row": (p.l, (n,), (1,)),
             "column": (along_rows, (p.m,), (1,)),
             "scalar": (p.l, (), ()),
         }[operand.kind]

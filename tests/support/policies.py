@@ -126,8 +126,10 @@ def loose_specs() -> tuple[GemmSpec, ...]:
 
 @cache
 def panel_specs() -> tuple[GemmSpec, ...]:
-    """Returns some of `covering_specs` and those that split K, for 2 to 4 right operands."""
+    """Returns some of `covering_specs`, those that split K and those with epilogues, for 2 to 4
+    right operands."""
     some = (*covering_specs()[::2], *split_specs()[::4], *short_box_specs()[::8])
+    some += epilogue_covering_specs()[::2]
     return _legal(replace(spec, panels=2 + i % 3) for i, spec in enumerate(some))
 
 

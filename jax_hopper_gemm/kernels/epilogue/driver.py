@@ -23,6 +23,7 @@ from cutlass import Float32
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.wgmma_fragment import line_of
+from ..panels import own_scalar
 from ..shared_memory import WARPGROUP, BarrierId
 from .fold import RowStatistic
 from .matrix_store import copy_by_accumulator, staged_matrix
@@ -103,11 +104,12 @@ class FusedEpilogue:
             cta, acc, warpgroup, thread, first_buffer, barrier, matrices, ring, reductions
         )
 
-    def load_scalars(self, view, batch):
+    def load_scalars(self, view, coords):
         """Returns the scalars of a tile; called before it is multiplied, which hides the wait."""
+        scalars = view.cta.parameters.scalars.values()
         return tuple(
-            cute.arch.load(pointer + batch * stride, Float32)
-            for pointer, stride in view.cta.parameters.scalars.values()
+            cute.arch.load(pointer + coords.batch * stride, Float32)
+            for pointer, stride in (own_scalar(x, coords.panel) for x in scalars)
         )
 
     def store_tile(self, view, scalars, is_store_warp, written, coords):

@@ -26,7 +26,7 @@ from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
 from ..dtypes import CUTE_DTYPE
-from ..panels import own_map
+from ..panels import of_panels, own_map
 from ..shared_memory import WARPGROUP
 from . import instructions as gpu
 from .quantize import pack_pairs
@@ -87,16 +87,16 @@ class StagedMatrix:
         return staged_layout(self.spec, self.dtype, buffers)
 
     def make_tma_atom(self, mD):
-        """Returns the tensor map of a result mD.
+        """Returns the tensor map of a result mD, of panels a tuple.
 
         NOTE: where the contiguous extent is no multiple of 16 bytes, a TMA store writes up to the
         next multiple, past the end of the line. `dispatch/legality.py` refuses such products.
         """
         one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
         op = cpasync.CopyBulkTensorTileS2GOp()
-        if isinstance(mD, tuple):  # of panels
-            return tuple(map(self.make_tma_atom, mD))
-        return cpasync.make_tiled_tma_atom(op, mD, one_stage, self.subtile)[0]
+        return of_panels(
+            mD, lambda mD: cpasync.make_tiled_tma_atom(op, mD, one_stage, self.subtile)[0]
+        )
 
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
@@ -142,15 +142,14 @@ class StagingView:
 
     def tile_view(self, tiles, index, panel):
         """Returns the view of the tile that has this index among `tiles` (bM, bN, ...)."""
-        panels = self.tma_d if isinstance(self.tma_d, tuple) else ()
-        tma_d = panels[0] if panels else self.tma_d
+        tma_d, options = own_map(self.tma_d, panel)
         # (64, epi_tile_n, row blocks, column blocks, tiles ...)
         subtiles = cute.flat_divide(tiles, self.matrix.subtile)
         bSG_sD, bSG_gD = cpasync.tma_partition(
             tma_d, 0, cute.make_layout(1),
             cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
         )  # fmt: skip
-        return StoreView(tma_d, bSG_sD, bSG_gD, index, own_map(panels, panel))
+        return StoreView(tma_d, bSG_sD, bSG_gD, index, options)
 
 
 class LooseMatrix(StagedMatrix):

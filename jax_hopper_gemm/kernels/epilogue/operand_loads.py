@@ -22,6 +22,7 @@ from ...gemm.wgmma_fragment import (
     nth_row,
 )
 from ..dtypes import CUTE_DTYPE
+from ..panels import of_panels, own_map
 from .matrix_store import check_order, staged_layout
 
 
@@ -32,11 +33,12 @@ class LoadView:
     tma_c: Any
     bGS_gC: Any  # (box, row blocks, column blocks) of a matrix, (box, pieces) of a vector
     bGS_sC: Any  # (box, buffers)
+    options: dict  # of the copy
 
     def load(self, full, buffer, block):
         """Loads a block into a buffer; its bytes arrive on the barrier `full`."""
-        source = self.bGS_gC[None, *block]
-        cute.copy(self.tma_c, source, self.bGS_sC[None, buffer], tma_bar_ptr=full)
+        source, target = self.bGS_gC[None, *block], self.bGS_sC[None, buffer]
+        cute.copy(self.tma_c, source, target, tma_bar_ptr=full, **self.options)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class LoadedOperand:
     def make_tma_atom(self, mC):
         one_stage = cute.slice_(self.staged_layout(), (*self.blocks[1:], 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0]
+        return of_panels(mC, lambda mC: cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0])
 
     def pieces(self, tma_coords, coords):
         """Returns a tile's part in boxes, (box, blocks ..., tiles ...), and the tile's index."""
@@ -107,12 +109,12 @@ class LoadedOperand:
 
     def load_view(self, tma_c, sC, tma_coords, coords):
         pieces, index = self.pieces(tma_coords, coords)
-        modes = len(self.box)
+        modes, (tma_c, options) = len(self.box), own_map(tma_c, coords.panel)
         bGS_sC, bGS_gC = cpasync.tma_partition(
             tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, modes),
             cute.group_modes(pieces, 0, modes),
         )  # fmt: skip
-        return LoadView(tma_c, bGS_gC[*self.blocks, *index], bGS_sC)
+        return LoadView(tma_c, bGS_gC[*self.blocks, *index], bGS_sC, options)
 
     def tile_view(self, view, coords):
         """Returns a math thread's view for the tile at `coords`."""

@@ -31,7 +31,7 @@ class TmaView:
     cta: Any  # which of the CTAs that share a tile this one is
     mask: Any  # CTAs that its part goes to; None: there is this one alone
     own_mask: Any  # this CTA alone
-    panels: Any = ()  # where B is several panels, the tensor maps of all
+    panels: Any = None  # where B is several panels, the tensor maps of all
 
 
 def check_box(atom, box, shares):
@@ -92,7 +92,7 @@ class TmaOperand:
             maps[: self.parts], parts, tma_coords, rank,
             mask=cutlass.Int16(mask) if self.shares > 1 else None,
             own_mask=cutlass.Int16(1 << cta.m) if s.paired else None,
-            panels=maps if len(maps) > self.parts else (),
+            panels=maps if len(maps) > self.parts else None,
         )  # fmt: skip
 
     def partition(self, view, coords):
@@ -116,7 +116,7 @@ class TmaOperand:
 
     def copy(self, view, slices, k_tile, stage, full, mask, coords):
         # tXsX: slices of stages, tXgX: slices of k-tiles; of A or a B, partitioned for the copy
-        options = own_map(view.panels, coords.panel)
+        _, options = own_map(view.panels, coords.panel)
         if mask is not None:
             options["mcast_mask"] = mask
         if self.evict_first:
