@@ -5,7 +5,8 @@
 
 Of each set: XLA's products, the kernels that dispatch chooses when forced, those and XLA as it
 chooses by default, and the kernel of all. In turns on the same random inputs. Burst regime, CUPTI:
-the sum of kernels, so what lies between launches is not counted. `--random` draws other sets.
+the sum of kernels, so what lies between launches is not counted. `--random` draws other sets. With
+`--epilogues` each product has a bias, or updates its weights; "default" then is `accelerate`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,29 @@ import command_line
 import jax
 import jax.numpy as jnp
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch, ops
 from jax_hopper_gemm.dispatch.choice import one_by_one_ns
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.model import best_kernel
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing.lowered import all_specs_of
+
+RATE = 0.01
+BIAS = EpilogueGraph(
+    operands=(Operand("row", "bfloat16"),), nodes=(Node("add", (0, 1)),),
+    results=(Result("matrix", 2, "bfloat16"),),
+)  # fmt: skip
+UPDATE = EpilogueGraph(
+    operands=(Operand("matrix", "bfloat16"),),
+    nodes=(Node("constant", (), (RATE,)), Node("mul", (0, 2)), Node("sub", (1, 3))),
+    results=(Result("matrix", 4, "bfloat16"),),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,7 @@ class Products:
     width: int
     columns: tuple[int, ...]
     gradients: bool = False
+    epilogues: bool = False
 
     @property
     def problem(self) -> GemmProblem:
@@ -48,18 +65,42 @@ class Products:
         else:
             of = partial(GemmProblem.dense, self.rows, k=self.width)
         alone = [of(n=n) for n in self.columns]
+        if self.epilogues:
+            graph = UPDATE if self.gradients else BIAS
+            alone = [replace(x, epilogue=graph, operands=(x.d,)) for x in alone]
         return GemmProblem.side_by_side(alone)
 
     def draw(self, seed: int) -> tuple[jax.Array, ...]:
         rows = self.rows if self.gradients else self.width
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"), 1 + len(self.columns))
         shapes = [(self.rows, self.width), *((rows, n) for n in self.columns)]
+        if self.epilogues:
+            shapes += [(self.width, n) if self.gradients else (n,) for n in self.columns]
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))
         pairs = zip(keys, shapes, strict=True)
         return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in pairs)
 
     def products(self, dot_general: Callable[..., Any], x: Any, *others: Any) -> list[Any]:
-        axis = 0 if self.gradients else 1
-        return [dot_general(x, other, (((axis,), (0,)), ((), ()))) for other in others]
+        axis, count = 0 if self.gradients else 1, len(self.columns)
+        found = [dot_general(x, other, (((axis,), (0,)), ((), ()))) for other in others[:count]]
+        if not self.epilogues:
+            return found
+        pairs = zip(found, others[count:], strict=True)
+        return [w - RATE * y if self.gradients else y + w for y, w in pairs]
+
+    def one_by_one(self, device: dispatch.Device) -> Callable[..., list[Any]]:
+        """Returns the function of the same by the kernel that dispatch takes for each."""
+        count, kernels = len(self.columns), []
+        for problem in self.problem.apart:
+            chosen = dispatch.choose(problem, device, kernel_only=True)
+            assert chosen.spec and chosen.raster_order
+            order = chosen.raster_order
+            kernels.append(benchmark.one_kernel(problem, chosen.spec, order, device.num_sms))
+
+        def run(x: Any, *others: Any) -> list[Any]:
+            arrays = zip(kernels, others[:count], others[count:], strict=True)
+            return [kernel(x, *both) for kernel, *both in arrays]
+
+        return run
 
 
 SETS = [
@@ -102,14 +143,19 @@ def of_all(problem: GemmProblem) -> GemmSpec | None:
     return best.spec if best else None
 
 
-def specs_of(products: Products) -> list[GemmSpec | None]:
+def specs_of(products: Products) -> list[KernelSpec]:
     problem = products.problem
-    chosen = [
-        dispatch.choose(x, dispatch.H200, kernel_only=forced).spec
-        for x in problem.apart
-        for forced in (True, False)
+    found = [
+        of_all(problem),
+        *(
+            dispatch.choose(x, dispatch.H200, kernel_only=forced).spec
+            for x in problem.apart
+            for forced in (True, False)
+        ),
     ]
-    return [of_all(problem), *chosen]
+    accelerated = jhg.accelerate(partial(products.products, jax.lax.dot_general))
+    by_default = all_specs_of(accelerated, *jax.eval_shape(products.draw, 0))
+    return [x for x in found if x] + (by_default if products.epilogues else [])
 
 
 def measure(sets: Sequence[Products], rounds: int) -> list[dict[str, Any]]:
@@ -121,7 +167,8 @@ def measure(sets: Sequence[Products], rounds: int) -> list[dict[str, Any]]:
         problem = products.problem
         if (spec := of_all(problem)) is None:
             continue
-        size = 2 * sum(p.m * p.k + p.k * p.n for p in problem.apart)
+        moved = problem.m * problem.n if products.epilogues and products.gradients else 0
+        size = 2 * (sum(p.m * p.k + p.k * p.n for p in problem.apart) + moved)
         inputs = [products.draw(seed) for seed in range(timing.sets_to_rotate(size))]
         order = best_raster_order(problem, spec, device)
         makers = {
@@ -133,6 +180,10 @@ def measure(sets: Sequence[Products], rounds: int) -> list[dict[str, Any]]:
             name: jax.jit(partial(products.products, dot_general))
             for name, dot_general in makers.items()
         }
+        if products.epilogues:
+            by_xla = partial(products.products, jax.lax.dot_general)
+            functions["forced"] = jax.jit(products.one_by_one(device))
+            functions["default"] = jax.jit(jhg.accelerate(by_xla))
         functions["all"] = benchmark.one_kernel(problem, spec, order, device.num_sms)
         bursts = {name: timing.burst(f, inputs) for name, f in functions.items()}
         timings = timing.alternate(bursts, rounds, rest=lambda: time.sleep(0.01))
@@ -151,8 +202,10 @@ def main() -> int:
     parser = command_line.parser(__doc__, rounds=3)
     parser.add_argument("--random", type=int, metavar="COUNT", help="draw so many sets")
     parser.add_argument("--seed", type=int, default=0, help="of these [0]")
+    parser.add_argument("--epilogues", action="store_true", help="biases, and updates of weights")
     arguments = parser.parse_args()
     sets = random_sets(arguments.random, arguments.seed) if arguments.random else SETS
+    sets = [replace(x, epilogues=arguments.epilogues) for x in sets]
     if arguments.build:
         return command_line.build((s for x in sets for s in specs_of(x)), arguments.build)
     return command_line.write(arguments.json, measure(sets, arguments.rounds))

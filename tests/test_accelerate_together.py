@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,17 +17,19 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.accelerated import equations
+from support.accelerated import accelerated, equations
 from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.grid import cluster_grid, panel_starts
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.launch.plan import Int32, TensorMap, make_plan
+from jax_hopper_gemm.launch.params import Int32, Pointer, TensorMap
+from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing.lowered import specs_of
 
 ROWS, WIDTH = 512, 1024
@@ -33,12 +37,18 @@ S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
 X, Q, K, V = S((ROWS, WIDTH), BF16), S((WIDTH, WIDTH), BF16), *(S((WIDTH, 256), BF16),) * 2
 H = S((ROWS, WIDTH), BF16)
+BQ, BK = S((WIDTH,), BF16), S((256,), BF16)
 
 
 def launches(function: Callable[..., Any], *args: Any, **options: Any) -> list[int]:
     """Returns how many products each launch of an accelerated function is of."""
-    found = equations(function, *args, **options)
-    return [len(e.outvars) for e in found if e.primitive.name in ("hopper_dots", "hopper_dot")]
+    names = "hopper_dots", "hopper_dot", "hopper_fused"
+    found = [e for e in equations(function, *args, **options) if e.primitive.name in names]
+    together = [e.params.get("functions") or e.outvars for e in found]
+    return [
+        len(of) if e.primitive.name == "hopper_dots" else 1
+        for e, of in zip(found, together, strict=True)
+    ]
 
 
 def projections(x: Any, *weights: Any) -> list[Any]:
@@ -47,6 +57,18 @@ def projections(x: Any, *weights: Any) -> list[Any]:
 
 def gradients(x: Any, *cotangents: Any) -> list[Any]:
     return [jnp.einsum("sd,sn->dn", x, g) for g in cotangents]
+
+
+def biased(x: Any, *arrays: Any) -> list[Any]:
+    def layer(w: Any, b: Any) -> Any:
+        return (jnp.dot(x, w, preferred_element_type="float32") + b).astype(x.dtype)
+
+    return [layer(w, b) for w, b in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def updates(x: Any, rate: Any, *arrays: Any) -> list[Any]:
+    pairs = zip(arrays[::2], arrays[1::2], strict=True)
+    return [w - (rate * jnp.einsum("sd,sn->dn", x, g)).astype(w.dtype) for g, w in pairs]
 
 
 def update(x: Any, q: Any, k: Any) -> Any:
@@ -79,6 +101,22 @@ TOGETHER = {
         lambda x, k, v: [jnp.dot(x, w, preferred_element_type="float32") for w in (k, v)],
         (X, K, V), [2],
     ),
+    "biases": (biased, (X, Q, BQ, K, BK, V, BK), [3]),
+    "biases of some": (
+        lambda x, q, b, k, v: [*biased(x, q, b, v, b), x @ k, x @ (k + 1)],
+        (X, Q, BQ, K, Q), [2, 2],
+    ),
+    "biases of heads": (
+        lambda x, q, b, k, c: [
+            jnp.einsum("sd,dhe->she", x, w, preferred_element_type="float32") + y.astype("float32")
+            for w, y in ((q, b), (k, c))
+        ],
+        (X, *[S(shape, BF16) for shape in ((WIDTH, 8, 64), (8, 64), (WIDTH, 2, 64), (2, 64))]), [2],
+    ),
+    "activations": (lambda x, k, v: [jax.nn.relu(x @ w) for w in (k, v)], (X, K, V), [2]),
+    "updates of weights": (
+        updates, (X, S((), BF16), H, S((WIDTH, WIDTH), BF16), S((ROWS, 256), BF16), K), [2],
+    ),
 }  # fmt: skip
 APART = {
     "of different arrays": (lambda x, y, k: (x @ k, y @ k), (X, H, K)),
@@ -88,6 +126,16 @@ APART = {
     ),
     "float32": (projections, [x.update(dtype="float32") for x in (X, K, V)]),
     "layouts": (lambda x, k, v: (x @ k, x @ v.T), (X, K, S((256, WIDTH), BF16))),
+    "one with a bias": (lambda x, k, v, b: (x @ k, x @ v + b), (X, K, V, BK)),
+    "other activations": (
+        lambda x, k, v: (jax.nn.relu(x @ k), jnp.abs(x @ v)), (X, K, V),
+    ),
+    "a bias and a matrix": (
+        lambda x, k, b, v, c: (x @ k + b, x @ v + c), (X, K, S((ROWS, 256), BF16), V, BK),
+    ),
+    "largest values of rows": (
+        lambda x, k, v: [(y := x @ w, y.max(1)) for w in (k, v)], (X, K, V),
+    ),
     "batches": (
         lambda x, k, v: (jnp.matmul(x, k), jnp.matmul(x, v)),
         [S((4, *x.shape), BF16) for x in (X, K, V)],
@@ -177,7 +225,6 @@ def test_derivatives_and_vmap_are_those_of_the_products() -> None:
         return lambda *arrays: sum((i + 1) * y.sum() for i, y in enumerate(function(*arrays)))
 
     arrays = x, k, v
-    assert [e.primitive.name for e in equations(projections, *arrays)] == ["hopper_dots"]
     for transform in (
         lambda f: jax.grad(loss(f), (0, 1, 2)),
         lambda f: lambda *xs: jax.jvp(f, xs, xs),
@@ -195,6 +242,25 @@ def test_derivatives_and_vmap_are_those_of_the_products() -> None:
             np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
+def test_derivatives_and_vmap_of_products_with_epilogues_are_those_of_the_products() -> None:
+    x, k, v = (integers((8, 16), "bfloat16", i) for i in range(3))
+    arrays = x, k.T, integers((8,), "bfloat16", 3), v.T, integers((8,), "bfloat16", 4)
+
+    def loss(function: Any) -> Any:
+        return lambda *arrays: sum((i + 1) * y.sum() for i, y in enumerate(function(*arrays)))
+
+    for transform in (
+        lambda f: jax.grad(loss(f), (0, 1, 2, 3, 4)),
+        lambda f: lambda *xs: jax.jvp(f, xs, xs),
+        lambda f: jax.vmap(f, (None, 1, 0, None, None)),
+        lambda f: jax.vmap(f, (0, None, None, None, 0)),
+        lambda f: jax.vmap(f, (None, None, 0, None, None)),
+    ):
+        found, expected = (transform(f)(*arrays) for f in (jhg.accelerate(biased), biased))
+        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
 def test_a_result_that_nothing_reads_is_not_computed() -> None:
     whole = jax.make_jaxpr(jhg.accelerate(projections))(X, Q, K, V)
     (outer,) = whole.jaxpr.eqns
@@ -205,6 +271,39 @@ def test_a_result_that_nothing_reads_is_not_computed() -> None:
     alone, _ = pe.dce_jaxpr(inner, [False, False, True])
     (spec,) = specs_of(jaxpr_as_fun(ClosedJaxpr(alone, ())), X, V)
     assert spec.panels == 1
+
+
+def test_an_epilogue_whose_results_nothing_reads_is_not_computed() -> None:
+    def function(x: Any, rate: Any, *arrays: Any) -> Any:
+        return [(w, jnp.float32(w)) for w in updates(x, rate, *arrays)]
+
+    shapes = X, S((), BF16), H, S((WIDTH, WIDTH), BF16), S((ROWS, 256), BF16), K
+    whole = accelerated(function, *shapes)
+    (launch,) = [e for e in whole.eqns if e.primitive.name == "hopper_dots"]
+    assert len(launch.outvars) == 4
+    less, _ = pe.dce_jaxpr(whole, [True, False, False, True])
+    (launch,) = [e for e in less.eqns if e.primitive.name == "hopper_dots"]
+    assert [len(x.out_avals) for x in launch.params["functions"]] == [1, 1]
+    arrays = [integers(x.shape, "bfloat16", i) for i, x in enumerate(shapes)]
+    every = jaxpr_as_fun(ClosedJaxpr(whole, ()))(*arrays)
+    some = jaxpr_as_fun(ClosedJaxpr(less, ()))(*arrays)
+    for found, expected in zip(some, every[::3], strict=True):
+        np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+    alone, used = pe.dce_jaxpr(whole, [False, False, True, False])
+    (launch,) = [e for e in alone.eqns if e.primitive.name == "hopper_dots"]
+    assert len(launch.invars) == 4 and used == [True, True, False, False, True, True]
+
+
+@pytest.mark.usefixtures("launcher")
+def test_updates_take_the_memory_of_what_they_update() -> None:
+    shapes = X, S((), BF16), H, S((WIDTH, WIDTH), BF16), S((ROWS, 256), BF16), K
+    step = jax.jit(jhg.accelerate(updates), donate_argnums=(3, 5))
+    text = step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "jax_hopper_gemm.v1.launch" in line]
+    aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", call)
+    assert aliases == [("0", "3"), ("1", "5")]
+    kept = jax.jit(jhg.accelerate(updates)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "operand_index" not in kept.as_text()
 
 
 @pytest.mark.usefixtures("launcher")
@@ -233,6 +332,9 @@ def test_explain_says_what_is_launched_together() -> None:
         "into bf16"
     )
     assert "one by one" in product.reason
+    (product,) = jhg.explain(biased, X, K, BK, V, BK).products
+    assert product.product.endswith("with an epilogue each") and product.saved_us > 0
+    assert product.fused == "fused: add; reads row f32; writes matrix bf16"
 
 
 # Kernels of panels.
@@ -252,6 +354,26 @@ def test_a_plan_has_tensor_maps_of_each_panel_and_says_where_it_begins() -> None
     assert panel_starts(problem, spec) == [19, 20]
     assert [x.value for x in plan.params if isinstance(x, Int32)][-2:] == [19, 20]
     assert cluster_grid(problem, spec) == (4, 11)  # 21 tiles of columns, two a cluster
+
+
+def test_a_plan_has_operands_of_each_panel() -> None:
+    graph = EpilogueGraph(
+        operands=(Operand("row", "bfloat16"), Operand("scalar", "float32")),
+        nodes=(Node("add", (0, 1)), Node("mul", (3, 2))),
+        results=(Result("matrix", 4, "bfloat16"),),
+    )  # fmt: skip
+    layouts = MatrixLayout("n", 0), MatrixLayout("n", 0)
+    alone = [replace(x, epilogue=graph, operands=layouts) for x in panels(512, 256, 800, 128).apart]
+    problem = GemmProblem.side_by_side(alone)
+    assert problem.apart == alone and not problem_violations(problem)
+    spec = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, panels=2, epilogue=graph,
+        epi_load_stages=2,
+    )  # fmt: skip
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    maps = [(x.buffer, x.dims[0]) for x in plan.params if isinstance(x, TensorMap)]
+    assert maps == [(0, 256), (1, 800), (2, 128), (7, 800), (8, 128), (3, 800), (5, 128)]
+    assert [x.buffer for x in plan.params if isinstance(x, Pointer)] == [4, 6]
 
 
 @pytest.mark.parametrize(

@@ -284,15 +284,17 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
 
 
 def saved_us(equation: Any) -> float:
-    """Returns what an epilogue in a kernel is expected to save; 0 where no kernel computes it."""
-    request, params = request_of(equation), equation.params
-    count = len(params["jaxpr"].in_avals) - (len(equation.invars) - 1 - params["num_b"])
-    product = params["jaxpr"].in_avals[0]
-    bare = replace(request, function=None, num_b=1, out_dtype=request.lhs_dtype)
-    stored = count * prod(product.shape) * DTYPES[request.lhs_dtype].itemsize
-    atoms = (*equation.invars[1 + params["num_b"] :], *equation.outvars)
-    moved = stored + sum(_bytes(x.aval) for x in atoms)
-    times = expected_us(request, (bare,) * params["num_b"], moved, 0, current_device())
+    """Returns what epilogues in a kernel are expected to save; 0 where no kernel computes them."""
+    request = request_of(equation)
+    atoms = (*equation.invars[1 + len(request.rhs_shapes) :], *equation.outvars)
+    moved, products = sum(_bytes(x.aval) for x in atoms), list[Request]()
+    for each in request.apart:
+        assert each.function
+        stored = each.accumulators * prod(each.function.in_avals[0].shape)
+        moved += stored * DTYPES[each.lhs_dtype].itemsize
+        bare = replace(each, function=None, num_b=1, out_dtype=each.lhs_dtype)
+        products += [bare] * each.num_b
+    times = expected_us(request, products, moved, 0, current_device())
     return 0.0 if isinstance(times, str) else times[1] - times[0]
 
 

@@ -104,9 +104,10 @@ def _dependence(
 
 def _overwritten(equation: Any) -> list[int]:
     """Returns the numbers of the inputs whose memory results of an equation take."""
-    if equation.primitive is not hopper_fused_p:
+    if equation.primitive not in (hopper_fused_p, hopper_dots_p):
         return []
-    first = 1 + equation.params["num_b"]
+    params = equation.params
+    first = 1 + (params["num_b"] if "num_b" in params else len(params["functions"]))
     return [first + x for x in equation.params["in_place"] if x is not None]
 
 

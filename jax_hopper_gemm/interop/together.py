@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ..dispatch import Device
+from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.residuals import variables
 from ..gemm.dtypes import HALVES
 from ..gemm.product import Product
@@ -19,6 +20,7 @@ from ..lowering.request import Request
 from ..lowering.route import route
 from ..primitives.dot import hopper_dot_p
 from ..primitives.dots import hopper_dots_p, request_of_dots
+from ..primitives.fused_dot import hopper_fused_p
 
 
 class _NoPlace(Exception):
@@ -37,7 +39,10 @@ class _Member:
     product: Product  # with the array that they share on the left
     shared: Any
     right: Any
-    out: Any
+    outs: tuple[Any, ...]
+    operands: tuple[Any, ...] = ()  # of its epilogue
+    epilogue: ClosedJaxpr | None = None
+    in_place: tuple[int | None, ...] = ()  # of its results, as in `hopper_fused`
 
 
 def launched_together(equations: Sequence[Any]) -> list[Any]:
@@ -53,10 +58,12 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
         elif member := _member(number, equation):
             key = (turned.get(member.right), *_key(equation, member))
             alike.setdefault(key, []).append(member)
-    shared = [members for members in alike.values() if len(members) > 1]
+    device = current_device()
+    several = (members for members in alike.values() if len(members) > 1)
+    shared = [same for x in several for same in _by_epilogue(x, device) if len(same) > 1]
     if not shared:
         return list(equations)
-    depends, device = _dependence(equations, shared), current_device()
+    depends = _dependence(equations, shared)
     groups = [
         faster
         for members in shared
@@ -73,10 +80,15 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
 
 def _member(number: int, equation: Any) -> _Member | None:
     """Returns a product of 16-bit matrices that others may be launched with; None for others."""
-    if equation.primitive is not hopper_dot_p:
+    if equation.primitive not in (hopper_dot_p, hopper_fused_p):
         return None
-    product: Product = equation.params["product"]
-    options, subscripts, (lhs, rhs) = product.options, product.subscripts, equation.invars
+    params: dict[str, Any] = equation.params
+    product: Product = params["product"]
+    epilogue: ClosedJaxpr | None = params.get("jaxpr")
+    if params.get("num_b", 1) > 1 or product.groups or (epilogue and epilogue.consts):
+        return None
+    options, subscripts = product.options, product.subscripts
+    lhs, rhs, *operands = equation.invars
     if options.recipe or options.batch_invariant or product.out_sharding is not None:
         return None
     if subscripts.batch or not subscripts.out or Literal in (type(lhs), type(rhs)):
@@ -85,11 +97,12 @@ def _member(number: int, equation: Any) -> _Member | None:
         return None
     if isinstance(options.precision, tuple) and len({*options.precision}) > 1:
         return None
-    (out,) = equation.outvars
-    if subscripts.out[-1] in subscripts.rhs_free:
-        return _Member(number, product, lhs, rhs, out)
-    swapped = replace(product, subscripts=subscripts.swapped())
-    return _Member(number, swapped, rhs, lhs, out)
+    if subscripts.out[-1] not in subscripts.rhs_free:
+        product, lhs, rhs = replace(product, subscripts=subscripts.swapped()), rhs, lhs
+    return _Member(
+        number, product, lhs, rhs, (*equation.outvars,), (*operands,), epilogue,
+        params.get("in_place", ()),
+    )  # fmt: skip
 
 
 def _key(equation: Any, member: _Member) -> tuple[Any, ...]:
@@ -97,8 +110,18 @@ def _key(equation: Any, member: _Member) -> tuple[Any, ...]:
     subscripts, shape = member.product.subscripts, member.right.aval.shape
     extents = zip(shape, subscripts.rhs, strict=True)
     rest = tuple(x for x, letter in extents if letter != subscripts.columns[0])
-    dtypes = member.right.aval.dtype, member.out.aval.dtype
-    return member.shared, member.product, equation.ctx, rest, *dtypes
+    atoms = member.right, *member.operands, *member.outs
+    dtypes = tuple(x.aval.dtype for x in atoms)
+    return member.shared, member.product, equation.ctx, rest, member.epilogue is None, dtypes
+
+
+def _by_epilogue(members: Sequence[_Member], device: Device) -> Iterable[list[_Member]]:
+    """Returns the same products by what a kernel computes after them."""
+    found: dict[Any, list[_Member]] = {}
+    for member in members:
+        fusion = route(_request([member]), device).fusion if member.epilogue else None
+        found.setdefault(fusion and fusion.graph, []).append(member)
+    return found.values()
 
 
 def _dependence(equations: Sequence[Any], groups: Iterable[Sequence[_Member]]) -> dict[int, int]:
@@ -143,9 +166,28 @@ def _faster(group: list[_Member], device: Device) -> list[_Member] | None:
 
 
 def _request(group: Sequence[_Member]) -> Request:
-    first = group[0]
-    avals = [first.shared.aval, *(x.right.aval for x in group)]
-    return request_of_dots(avals, [x.out.aval for x in group], product=first.product)
+    avals = [x.aval for x in _inputs(group)]
+    return request_of_dots(avals, [x.aval for x in _outputs(group)], **_params(group))
+
+
+def _inputs(group: Sequence[_Member]) -> list[Any]:
+    return [group[0].shared, *(x.right for x in group), *(y for x in group for y in x.operands)]
+
+
+def _outputs(group: Sequence[_Member]) -> list[Any]:
+    return [out for x in group for out in x.outs]
+
+
+def _params(group: Sequence[_Member]) -> dict[str, Any]:
+    """Returns the parameters of the products of a group as one equation."""
+    functions = tuple(x.epilogue for x in group if x.epilogue)
+    in_place: list[int | None] = []
+    before = 0  # operands of other epilogues
+    for member in group:
+        taken = [None if x is None else x + before for x in member.in_place]
+        in_place += [*taken, *[None] * (len(member.outs) - len(taken))]
+        before += len(member.operands)
+    return {"product": group[0].product, "functions": functions, "in_place": tuple(in_place)}
 
 
 def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[Any]:
@@ -183,10 +225,7 @@ def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[
 
 def _launch(equations: Sequence[Any], group: Sequence[_Member]) -> Any:
     """Returns the equation of the products of a group."""
-    first = group[0]
     return equations[group[-1].number].replace(
-        primitive=hopper_dots_p,
-        params={"product": first.product},
-        invars=[first.shared, *(x.right for x in group)],
-        outvars=[x.out for x in group],
-    )
+        primitive=hopper_dots_p, params=_params(group), invars=_inputs(group),
+        outvars=_outputs(group),
+    )  # fmt: skip

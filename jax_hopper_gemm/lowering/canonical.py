@@ -55,7 +55,7 @@ def canonical_form(
       NotAGemm: no canonical GEMM is this product.
     """
     if request.panels:
-        return _side_by_side(request)
+        return side_by_side([bare_form(x) for x in request.apart])
     gemm = as_gemm(request, fusion.graph if fusion else None, labels)
     problem = gemm.problem
     if request.k_group:
@@ -78,14 +78,18 @@ def canonical_form(
 bare_form = memoised(canonical_form)  # of products without an epilogue
 
 
-def _side_by_side(request: Request) -> Gemm:
-    """Returns the canonical form of products of one left operand, panels of one problem."""
-    forms = [bare_form(x) for x in request.apart]
+def side_by_side(forms: Sequence[Gemm]) -> Gemm:
+    """Returns the canonical form of products of one left operand, panels of one problem.
+
+    Raises:
+      NotAGemm: they are none.
+    """
     if any(gemm.swap_ab or gemm.padded for gemm in forms):
         raise NotAGemm("right operands side by side hold no columns of the result, or are padded")
     first, *others = problems = [gemm.problem for gemm in forms]
-    if first.l > 1 or any(replace(x, n=first.n, b=first.b, d=first.d) != first for x in others):
-        raise NotAGemm("right operands side by side do not lie alike")
+    arrays: dict[str, Any] = {x: getattr(first, x) for x in ("n", "b", "d", "operands")}
+    if first.l > 1 or any(replace(x, **arrays) != first for x in others):
+        raise NotAGemm("right operands side by side do not lie alike, or what follows differs")
     return Gemm(GemmProblem.side_by_side(problems), swap_ab=False)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced, without_lines
 from ..fusion.memo import memoised
+from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import result_shapes
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
@@ -111,24 +113,56 @@ def _launch(
       name: of the launch in profiles.
     """
     assert route.plan
+    epilogues = [] if outputs is not None else _epilogues(request, route)
+    written = [*chain.from_iterable(x.written for x in epilogues)] if outputs is None else outputs
     aliases: dict[int, int] = {}
-    if outputs is None:
-        assert function
-        written = _written(request, route)
-        outputs = [_varying_like(function.in_avals[0], x) for x in written]
-        first = 1 + request.num_b  # of the epilogue's operands
-        found = overwriting_results(avals, in_place, route, outputs)
-        aliases = {first + place: number for place, number in found.items()}
+    first, before = 1 + len(request.rhs_shapes), 0  # of operands, of results
+    for x in epilogues:
+        taken = [None if i is None else i - (x.reads.start or 0) for i in in_place[x.makes]]
+        found = overwriting_results(avals[x.reads], taken, x.route, x.written)
+        aliases |= {first + place: before + number for place, number in found.items()}
+        first, before = first + len(x.graph.operands), before + len(x.written)
     workspaces = [ShapedArray((nbytes,), np.uint8) for nbytes in route.plan.workspaces]
-    outs = (*outputs, *workspaces)
+    outs = (*written, *workspaces)
 
     def program(*arrays: Any) -> list[Any]:
         launched, operands = arrays[: len(inputs)], arrays[len(inputs) :]
         found = _named(name).bind(*launched, route=route, aliases=tuple(aliases.items()), outs=outs)
-        found = found[: len(outputs)]
-        return finished_results(request, route, *found, *operands) if route.fusion else found
+        if not epilogues:
+            return found[: len(written)]
+        finished: list[Any] = []
+        for x in epilogues:
+            own, found = found[: len(x.written)], found[len(x.written) :]
+            finished += finished_results(x.request, x.route, *own, *operands[x.reads])
+        return finished
 
     return without_lines(traced(program, *inputs, *(avals if route.fusion else ())))
+
+
+class _Epilogue(NamedTuple):
+    """The epilogue of a product, of one of those that are launched together."""
+
+    request: Request
+    route: Route
+    reads: slice  # which operands of all epilogues are its
+    makes: slice  # which results
+
+    @property
+    def graph(self) -> EpilogueGraph:
+        assert self.route.fusion
+        return self.route.fusion.graph
+
+    @property
+    def written(self) -> list[ShapedArray]:
+        """The arrays that the kernel writes: matrices with the axes of the result."""
+        assert self.request.function
+        accumulator = self.request.function.in_avals[0]
+        return [_varying_like(accumulator, x) for x in _written(self.request, self.route)]
+
+
+def _epilogues(request: Request, route: Route) -> list[_Epilogue]:
+    each = zip(request.apart, route.apart or (route,), request.shares, strict=True)
+    return [_Epilogue(of, own, *shares) for of, own, shares in each]
 
 
 @cache

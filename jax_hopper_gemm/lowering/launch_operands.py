@@ -113,15 +113,17 @@ def _stored(ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], d
 
 
 def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns what the epilogue reads, in the kernel's dtypes."""
-    assert route.fusion
-    inputs = []
-    for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
-        array, dtype = Array(call.operands[index], call.avals[index]), operand.dtype
-        if name_of(array.aval.dtype) != dtype:
-            converted = ShapedArray(array.aval.shape, np.dtype(jnp.dtype(dtype)))
-            array = array.changed(ctx, lambda x, to=dtype: x.astype(to), converted)
-        inputs.append(array)
+    """Returns what epilogues read, in the kernel's dtypes."""
+    inputs, arrays = [], list(map(Array, call.operands, call.avals))
+    for part, (own, _) in zip(route.apart or (route,), call.request.shares, strict=True):
+        assert part.fusion
+        of_part = arrays[own]
+        for index, operand in zip(part.fusion.operands, part.fusion.graph.operands, strict=True):
+            array, dtype = of_part[index], operand.dtype
+            if name_of(array.aval.dtype) != dtype:
+                converted = ShapedArray(array.aval.shape, np.dtype(jnp.dtype(dtype)))
+                array = array.changed(ctx, lambda x, to=dtype: x.astype(to), converted)
+            inputs.append(array)
     return inputs
 
 

@@ -34,9 +34,10 @@ class Request(ShapedProduct):
     # Elements along K that share a scale in each column of the right operand, which a kernel
     # converts; 0: there are no such scales.
     k_group: int = 0
-    # Where several right operands side by side have a result each, their extents along the
+    # Where several right operands side by side have a product each, their extents along the
     # outermost of `Subscripts.columns`; `rhs_shape` is that of all. Else there are none.
     panels: tuple[int, ...] = ()
+    functions: tuple[ClosedJaxpr, ...] = ()  # the epilogues of these, if they have some
 
     def __hash__(self) -> int:
         """Is asked often: what mostly tells requests of a program apart is enough."""
@@ -61,8 +62,19 @@ class Request(ShapedProduct):
 
     @property
     def apart(self) -> list[Request]:
-        """The products of each panel."""
-        return [replace(self, rhs_shape=shape, panels=()) for shape in self.rhs_shapes]
+        """The products of each panel; without several this one."""
+        if not self.panels:
+            return [self]
+        each = zip(self.rhs_shapes, self.functions or [None] * len(self.panels), strict=True)
+        return [
+            replace(self, rhs_shape=shape, function=function, panels=(), functions=())
+            for shape, function in each
+        ]
+
+    @property
+    def shares(self) -> list[tuple[slice, slice]]:
+        """Of each product `apart`, which operands and which results of all epilogues are its."""
+        return shares(self.functions) if self.functions else [(slice(None), slice(None))]
 
     @property
     def symbolic(self) -> bool:
@@ -89,7 +101,22 @@ class Request(ShapedProduct):
         if self.groups:
             of = "contracted in" if is_varlen_k(self.subscripts) else "in"
             text += f", rows {of} {self.groups.matrices} groups"
+        if self.functions:
+            return f"{text} with an epilogue each"
         return f"{text} with an epilogue" if self.function else text
+
+
+def shares(functions: Sequence[ClosedJaxpr]) -> list[tuple[slice, slice]]:
+    """Returns which operands and which results of all functions are those of each.
+
+    The first argument of each is a product.
+    """
+    found, read, written = [], 0, 0
+    for function in functions:
+        end, after = read + len(function.in_avals) - 1, written + len(function.out_avals)
+        found.append((slice(read, end), slice(written, after)))
+        read, written = end, after
+    return found
 
 
 def array_text(shape: Sequence[int], dtype: str) -> str:

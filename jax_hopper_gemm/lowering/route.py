@@ -17,7 +17,7 @@ from ..gemm.groups import GROUP, is_varlen_k
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from ..launch.plan import LaunchPlan, make_plan
-from .canonical import bare_form, canonical_form, request_violation
+from .canonical import bare_form, canonical_form, request_violation, side_by_side
 from .request import Request
 
 # Axes in front of the rows of a ragged product, and of its groups.
@@ -38,6 +38,9 @@ class Route:
     num_sms: int = 0  # that the launch may use
     fusion: Fusion | None = None  # what of the epilogue the kernel computes
     roles: Roles | None = None  # the axes that the epilogue was read for
+    # Where products of one array are launched together, each with an epilogue: the same of these.
+    # `fusion` and `roles` are the first one's.
+    apart: tuple[Route, ...] = ()
 
     @cached_property
     def plan(self) -> LaunchPlan | None:
@@ -119,8 +122,12 @@ def _route(
     """Returns the same; `read` is `read_for`."""
     choose, _ = read
     fusion = axes = None
+    apart = [route(x, device, kernel_only=kernel_only) for x in request.apart if request.functions]
     try:
-        if function is None:
+        if apart:
+            gemm = side_by_side([_whole(x) for x in apart])
+            fusion, axes = apart[0].fusion, apart[0].roles
+        elif function is None:
             gemm = bare_form(request)
         else:
             gemm, fusion, axes = _fused(request, function)
@@ -136,10 +143,26 @@ def _route(
         return by_xla(reason, "model")
     if decision.spec is None or decision.raster_order is None:
         return by_xla(decision.reason, decision.source)
-    return Route(
+    found = Route(
         "hopper", decision.reason, decision.source, gemm, decision.spec, decision.raster_order,
         device.num_sms, fusion, axes,
     )  # fmt: skip
+    if not apart:
+        return found
+    return replace(found, apart=tuple(replace(x, spec=found.spec) for x in apart))
+
+
+def _whole(route: Route) -> Gemm:
+    """Returns the canonical form of a product whose epilogue a kernel computes.
+
+    Raises:
+      NotFusable: XLA computes some of it.
+    """
+    if not (route.gemm and route.fusion):
+        raise NotFusable(route.reason)
+    if route.uncovered:
+        raise NotFusable(f"XLA would compute {', '.join(route.uncovered)}")
+    return route.gemm
 
 
 def _fused(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:

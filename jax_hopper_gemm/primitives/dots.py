@@ -1,5 +1,6 @@
 """The JAX primitive `hopper_dots`: products of one left operand, in one launch.
 
+All may have an epilogue, which then is a function of the product and of operands of its own.
 `accelerate` makes it of products that it finds, where the cost model expects a gain. Everything
 else takes the products one by one: derivatives, other platforms than CUDA, programs that XLA
 partitions, and lowering where no kernel runs them together.
@@ -7,14 +8,15 @@ partitions, and lowering where no kernel runs them together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
-from ..fusion.jaxprs import jvp_by, transpose_by
+from ..fusion.jaxprs import ClosedJaxpr, jvp_by, pruned, transpose_by
 from ..gemm.dtypes import name_of
 from ..gemm.product import Product
 from ..launch.ffi_target import launcher_violation
@@ -22,60 +24,138 @@ from ..lowering.call import Call
 from ..lowering.devices import devices_of
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.request import Request
+from ..lowering.request import Request, shares
 from .define import Rules, define_primitive
 from .dot import batched, hopper_dot, reference_dot
+from .fused_primitive import hopper_fused_p, reference_fused
 
 
-def one_by_one(lhs: jax.Array, *rights: jax.Array, product: Product) -> list[jax.Array]:
-    """Returns the products of an array with each of the others."""
-    return [hopper_dot(lhs, rhs, product) for rhs in rights]
+def one_by_one(*args: jax.Array, **params: Any) -> list[jax.Array]:
+    """Returns the results of each product, in order.
+
+    Args:
+      *args: the left operand, the right ones, operands of all epilogues.
+      product: how each product comes from two operands.
+      functions: the epilogues, or ().
+      in_place: of each result the operand whose memory it may take, as `Call` has it, or ().
+    """
+    return _each(hopper_dot, hopper_fused_p.bind, *args, **params)
 
 
-def _by_xla(lhs: jax.Array, *rights: jax.Array, product: Product) -> list[jax.Array]:
-    return [reference_dot(lhs, rhs, product=product) for rhs in rights]
+def _by_xla(*args: jax.Array, **params: Any) -> list[jax.Array]:
+    def product(lhs: Any, rhs: Any, product: Product) -> Any:
+        return reference_dot(lhs, rhs, product=product)
+
+    return _each(product, reference_fused, *args, **params)
 
 
-def _jvp(primals: Any, tangents: Any, *, product: Product) -> tuple[Any, Any]:
-    _, moved = jvp_by(one_by_one, primals, tangents, product=product)
-    return hopper_dots_p.bind(*primals, product=product), moved
+def _each(
+    bare: Callable[..., Any],
+    fused: Callable[..., Any],
+    *args: Any,
+    product: Product,
+    functions: Sequence[ClosedJaxpr],
+    in_place: Sequence[int | None],
+) -> list[Any]:
+    """Returns the results of `bare` products, or of `fused` ones."""
+    lhs, *others = args
+    if not functions:
+        return [bare(lhs, rhs, product) for rhs in others]
+    count, results = len(functions), list[Any]()
+    for rhs, function, (reads, makes) in zip(
+        others[:count], functions, shares(functions), strict=True
+    ):
+        taken = tuple(None if x is None else x - reads.start for x in in_place[makes])
+        results += fused(
+            lhs, rhs, *others[count:][reads], jaxpr=function, product=product, num_b=1,
+            in_place=taken if any(x is not None for x in taken) else (),
+        )  # fmt: skip
+    return results
 
 
-def _batch(axis_data: Any, operands: Any, axes: Any, *, product: Product) -> tuple[Any, Any]:
-    lhs, *rights = operands
-    of_lhs, *of_rights = axes
-    results, found = [], []
-    for rhs, axis in zip(rights, of_rights, strict=True):
-        mapped = (of_lhs, axis) != (None, None)
-        each = batched(product, axis_data, (of_lhs, axis)) if mapped else product
-        results.append(hopper_dot(lhs, rhs, each))
-        found.append(0 if mapped else None)
-    return results, found
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    results, moved = jvp_by(one_by_one, primals, tangents, **params)
+    return results if params["functions"] else hopper_dots_p.bind(*primals, **params), moved
 
 
-def request_of_dots(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
+def _batch(axis_data: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+    def bare(lhs: Any, rhs: Any, product: Product) -> tuple[Any, Any]:
+        of_both = lhs[1], rhs[1]
+        if of_both == (None, None):
+            return hopper_dot(lhs[0], rhs[0], product), None
+        return hopper_dot(lhs[0], rhs[0], batched(product, axis_data, of_both)), 0
+
+    def fused(*args: Any, **params: Any) -> list[tuple[Any, Any]]:
+        batch = batching.fancy_primitive_batchers[hopper_fused_p]
+        return list(zip(*batch(axis_data, *zip(*args, strict=True), **params), strict=True))
+
+    found = _each(bare, fused, *zip(operands, axes, strict=True), **params)
+    results, mapped = zip(*found, strict=True)
+    return list(results), list(mapped)
+
+
+def request_of_dots(
+    avals: Sequence[Any],
+    out_avals: Sequence[Any],
+    *,
+    product: Product,
+    functions: Sequence[ClosedJaxpr],
+    in_place: Sequence[int | None] = (),
+) -> Request:
     """Returns what products of one left operand ask for, together."""
+    del in_place
     lhs, *rights = avals
+    rights = rights[: len(functions)] if functions else rights
     subscripts, shape = product.subscripts, list(rights[0].shape)
     axis = subscripts.rhs.index(subscripts.columns[0])
     panels = tuple(x.shape[axis] for x in rights)
     shape[axis] = sum(panels)
-    return Request(
+    request = Request(
         subscripts, lhs.shape, name_of(lhs.dtype), tuple(shape), name_of(rights[0].dtype),
-        name_of(out_avals[0].dtype), product.options, panels=panels if len(panels) > 1 else (),
+        name_of(out_avals[0].dtype), product.options,
     )  # fmt: skip
+    if len(panels) == 1:
+        return replace(request, function=next(iter(functions), None))
+    return replace(request, panels=panels, functions=tuple(functions))
+
+
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
+    """Leaves out products of which no result is used."""
+    params, kept = dict(equation.params), list[bool]()
+    if not params["functions"]:
+        return [True, *used], params
+    functions, rights = [], []
+    for function, (reads, makes) in zip(
+        params["functions"], shares(params["functions"]), strict=True
+    ):
+        needed = [False] * (reads.stop - reads.start)
+        if stays := any(used[makes]):
+            function, (_, *needed) = pruned(function, used[makes], [True, *needed])
+            functions.append(function)
+        rights.append(stays)
+        kept += needed
+    numbers = {x: number for number, x in enumerate(i for i, stays in enumerate(kept) if stays)}
+    places = zip(params["in_place"], used, strict=False)
+    params["in_place"] = tuple(numbers.get(x) for x, stays in places if stays)
+    params["functions"] = tuple(functions)
+    return [True, *rights, *kept], params
 
 
 _lower_one_by_one = lower_fun_once(one_by_one)
 
 
-def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     if devices_of(ctx) == 1 and not launcher_violation():
-        call = Call(request_of_dots(ctx.avals_in, ctx.avals_out, product=product), values)
+        request = request_of_dots(ctx.avals_in, ctx.avals_out, **params)
+        count = 1 + len(request.rhs_shapes)
+        call = Call(
+            request, values[:count], values[count:], tuple(ctx.avals_in[count:]),
+            params["in_place"],
+        )  # fmt: skip
         _, decision = call.decided(ctx)
         if decision.route.path == "hopper":
             return lower_call(ctx, call)
-    return _lower_one_by_one(ctx, *values, product=product)
+    return _lower_one_by_one(ctx, *values, **params)
 
 
 hopper_dots_p = define_primitive(
@@ -84,7 +164,7 @@ hopper_dots_p = define_primitive(
     multiple_results=True,
     rules=Rules(
         jvp=_jvp, transpose=partial(transpose_by, one_by_one), batch=_batch,
-        dce=lambda used, equation: ([True, *used], equation.params),
+        dce=_without_unused,
     ),
     lowering=Lowering(_lower_for_cuda),
     request_of=request_of_dots,

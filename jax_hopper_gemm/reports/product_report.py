@@ -19,6 +19,7 @@ from ..lowering.request import array_text
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
+from ..primitives.dots import hopper_dots_p
 from ..primitives.experimental import flops_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
@@ -188,7 +189,8 @@ def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct
     explanation = explanation_of(TracedProduct(program, equation), product.options.implementation)
     saved, fused = 0.0, ""
     if explanation.path == "hopper" and explanation.epilogue:
-        saved = saved_us(equation) if equation.primitive is hopper_fused_p else 0.0
+        fuses = equation.primitive in (hopper_fused_p, hopper_dots_p)
+        saved = saved_us(equation) if fuses else 0.0
         fused = f"fused: {explanation.epilogue}"
     elif refusal:
         fused = f"not fused: {refusal}"

@@ -91,7 +91,8 @@ def expert(w: Weights, x: Any) -> Any:
 
 def attending(w: Weights, x: Any) -> Any:
     """Attention of two sequences: 8 heads, of which 4 share a key and a value."""
-    q, k, v = ((x @ w[name]).reshape(2, len(x) // 2, -1, WIDTH // 8) for name in "qkv")
+    projected = (x @ w[name] + w[f"{name}_bias"] for name in "qkv")
+    q, k, v = (y.reshape(2, len(x) // 2, -1, WIDTH // 8) for y in projected)
     heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return x + heads.reshape(x.shape) @ w["out"]
 
@@ -115,6 +116,7 @@ FUSED_PROGRAMS = {
     "attention": FusedProgram(
         attending,
         {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH // 4), "v": (WIDTH, WIDTH // 4),
+         "q_bias": (WIDTH,), "k_bias": (WIDTH // 4,), "v_bias": (WIDTH // 4,),
          "out": (WIDTH, WIDTH)},
         frozenset({"add"}),
     ),
