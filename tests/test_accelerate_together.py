@@ -26,8 +26,10 @@ from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.grid import cluster_grid, panel_starts
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.type_legality import type_violations
 from jax_hopper_gemm.launch.params import Int32, Pointer, TensorMap
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -307,6 +309,19 @@ def test_updates_take_the_memory_of_what_they_update() -> None:
 
 
 @pytest.mark.usefixtures("launcher")
+def test_nothing_overwrites_what_is_multiplied_in_the_same_launch() -> None:
+    def function(x: Any, v: Any, w: Any, u: Any) -> tuple[Any, Any]:
+        return w - x @ v, u - x @ w
+
+    square = S((WIDTH, WIDTH), BF16)
+    assert launches(function, *[square] * 4) == [2]
+    step = jax.jit(jhg.accelerate(function), donate_argnums=(2, 3))
+    text = step.trace(*[square] * 4).lower(lowering_platforms=("cuda",)).as_text()
+    aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
+    assert aliases == [("1", "4")]
+
+
+@pytest.mark.usefixtures("launcher")
 def test_one_kernel_is_launched_on_a_gpu() -> None:
     (spec,) = specs_of(jhg.accelerate(projections), X, Q, K, V)
     assert spec.panels == 3
@@ -374,6 +389,18 @@ def test_a_plan_has_operands_of_each_panel() -> None:
     maps = [(x.buffer, x.dims[0]) for x in plan.params if isinstance(x, TensorMap)]
     assert maps == [(0, 256), (1, 800), (2, 128), (7, 800), (8, 128), (3, 800), (5, 128)]
     assert [x.buffer for x in plan.params if isinstance(x, Pointer)] == [4, 6]
+
+
+def test_a_launch_has_no_more_tensor_maps_than_launchers_take() -> None:
+    graph = EpilogueGraph(
+        operands=(Operand("matrix", "bfloat16"),) * 6,
+        nodes=tuple(Node("add", (6 + i if i else 0, 1 + i)) for i in range(6)),
+        results=(Result("matrix", 12, "bfloat16"), Result("matrix", 11, "bfloat16")),
+    )
+    plain = ProblemType("bfloat16", "bfloat16", "bfloat16", "k", "n", epilogue=graph)
+    assert not [*type_violations(replace(plain, panels=3))]  # 1 + 3 * (1 + 6 + 2) = 28
+    (reason,) = type_violations(replace(plain, panels=4))
+    assert reason == "TMA reads and writes 37 arrays, over 28: take several launches"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ namespace jax_hopper_gemm {
 
 // Bounds on a plan; they size the arrays that a launch keeps on its stack.
 inline constexpr int kMaxParams = 64;
-inline constexpr int kMaxTensorMaps = 16;
+inline constexpr int kMaxTensorMaps = 28;
 inline constexpr int kMaxCleared = 16;
 inline constexpr int kMaxBuffers = 256;
 inline constexpr int kMaxRank = 5;

@@ -32,6 +32,7 @@ GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
 
 
 MAX_PANELS = 4  # right operands of a launch that has a result for each
+MAX_TENSOR_MAPS = 28  # of a launch, as `ffi/src/plan.h` has it: 3,584 of 4,096 bytes of parameters
 
 
 def type_violations(t: ProblemType) -> Iterator[str]:
@@ -64,6 +65,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         yield from _varlen_k_violations(t)
     if t.panels != 1:
         yield from _panel_violations(t)
+    yield from _tensor_map_violations(t)
 
 
 def _operand_violations(t: ProblemType) -> Iterator[str]:
@@ -224,6 +226,15 @@ def _panel_violations(t: ProblemType) -> Iterator[str]:
         f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
     }  # fmt: skip
     yield from _without(others, "kernels of several right operands")
+
+
+def _tensor_map_violations(t: ProblemType) -> Iterator[str]:
+    """Yields that there are more arrays than a launch has tensor maps for."""
+    graph = t.epilogue
+    factors = graph.accumulators if graph and t.panels == 1 else t.panels
+    others = len(graph.loaded) + len(graph.matrices) if graph else 1
+    if (maps := 1 + factors * (2 if t.k_group else 1) + t.panels * others) > MAX_TENSOR_MAPS:
+        yield f"TMA reads and writes {maps} arrays, over {MAX_TENSOR_MAPS}: take several launches"
 
 
 def _simt_type_violations(t: ProblemType) -> Iterator[str]:

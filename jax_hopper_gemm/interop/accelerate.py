@@ -44,11 +44,11 @@ def accelerate(
     kernel to be faster than XLA with them: bias, activation, residual, mask, cast, sums of columns
     (a bias's gradient) and of rows, statistics of a softmax, the derivative of an activation, the
     update of a weight by its gradient. Two products of one array that meet become one gated kernel;
-    up to four others of one array that nothing rides on, as of query, key and value, are launched
-    together; several readers of a product become several results of its kernel. What a kernel
-    computes is not rounded in between, unless rows are reduced to statistics that meet it again: it
-    sees the float32 product, and rounds results to the dtypes of the program. So results are those
-    of the program or more exact. XLA computes the rest.
+    up to four others of one array, as of query, key and value, that take along the same operations
+    or none, are launched together; several readers of a product become several results of its
+    kernel. What a kernel computes is not rounded in between, unless rows are reduced to statistics
+    that meet it again: it sees the float32 product, and rounds results to the dtypes of the
+    program. So results are those of the program or more exact. XLA computes the rest.
 
     Inner programs are rewritten too: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`, `cond`,
     `shard_map`, and functions with a custom derivative, together with its rule, if the function

@@ -52,8 +52,8 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
     """Returns the equations with each update behind all products that read what it overwrites.
 
     XLA copies an array that something may read after it was overwritten. So an update waits for
-    these products: it takes the array through a barrier with their results. It need not where it
-    depends on them anyway, and cannot where one of them needs what it computes.
+    these products: it takes its arrays through a barrier with results of the last of them. It need
+    not where it depends on them anyway, and cannot where one of them needs what it computes.
 
     Args:
       equations: of a jaxpr, in order.
@@ -81,7 +81,8 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
                 waits.setdefault(i, {})[number] = [x for x in others if not depends(i, x)]
     if not any(waits.values()):
         return list(equations)
-    return _Waiting(equations, makers, waits, {*chain(*inputs), *variables(results)}).ordered
+    stored = {*chain(*inputs), *variables(results)}
+    return _Waiting(equations, makers, waits, depends, stored).ordered
 
 
 def _dependence(
@@ -118,6 +119,7 @@ class _Waiting:
       makers: numbers of the equations, by what they return.
       waits: by the number of an update and of an input that it overwrites, the equations that read
         that input.
+      depends: whether one of these equations depends on another one.
       stored: the variables that anything reads.
     """
 
@@ -126,10 +128,11 @@ class _Waiting:
         equations: Sequence[Any],
         makers: dict[Any, int],
         waits: dict[int, dict[int, list[int]]],
+        depends: Callable[[int, int], bool],
         stored: set[Any],
     ):
         self._equations, self._makers, self._waits = equations, makers, waits
-        self._stored = stored
+        self._depends, self._stored = depends, stored
         self._waiting: dict[int, None] = {}
         self._done: set[int] = set()
         self.ordered: list[Any] = []
@@ -152,26 +155,35 @@ class _Waiting:
         for x in variables(equation.invars) if self._waiting else ():
             if self._makers.get(x) in self._waiting:
                 self._emit(self._makers[x])
-        for number, others in self._waits.get(i, {}).items():
-            returned = [self._returned(x) for x in others if x in self._done]
-            if returned:
-                barrier, equation = _behind(equation, number, returned)
-                self.ordered.append(barrier)
+        waits = self._waits.get(i, {})
+        before = self._done.intersection(chain(*waits.values()))
+        if before:
+            numbers = [x for x, others in waits.items() if not before.isdisjoint(others)]
+            barrier, equation = _behind(equation, numbers, self._last_of(before))
+            self.ordered.append(barrier)
         self.ordered.append(equation)
         self._done.add(i)
 
-    def _returned(self, i: int) -> Any:
-        """Returns a variable that an equation computes, of those that are read."""
-        return next(x for x in self._equations[i].outvars if x in self._stored)
+    def _last_of(self, readers: Iterable[int]) -> list[Any]:
+        """Returns a variable of each of these equations that no other one of them depends on.
+
+        What another one needs it may overwrite, and XLA would copy that for the barrier. It is the
+        largest, a matrix: XLA finishes reductions.
+        """
+        ordered = sorted(readers)
+        last = [i for i in ordered if not any(self._depends(x, i) for x in ordered if x != i)]
+        read = ([x for x in self._equations[i].outvars if x in self._stored] for i in last)
+        return [max(outputs, key=lambda x: x.aval.size) for outputs in read]
 
 
-def _behind(update: Any, number: int, others: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns a barrier, and an update that takes an input through it together with others."""
-    inputs = [update.invars[number], *others]
+def _behind(update: Any, numbers: Sequence[int], others: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns a barrier, and an update that takes inputs through it together with others."""
+    inputs = [*(update.invars[number] for number in numbers), *others]
     outputs = [Var(x.aval) for x in inputs]
     barrier = update.replace(
         primitive=lax.optimization_barrier_p, params={}, invars=inputs, outvars=outputs
     )
     invars = [*update.invars]
-    invars[number] = outputs[0]
+    for number, x in zip(numbers, outputs, strict=False):
+        invars[number] = x
     return barrier, update.replace(invars=invars)

@@ -18,6 +18,7 @@ from jax_hopper_gemm.gemm.group_search import SPAN_EXTENT
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.type_legality import MAX_TENSOR_MAPS
 from jax_hopper_gemm.launch.plan import make_plan
 
 
@@ -152,8 +153,9 @@ def test_a_map_that_is_nearly_one_of_spans_reaches_too_far(launcher, digest, cha
 
 
 def test_more_tensor_maps_than_fit_are_refused(launcher, digest):
-    plan = replace(PLAN, params=17 * PLAN.params[:1])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="it has more than 16 tensor maps"):
+    plan = replace(PLAN, params=(MAX_TENSOR_MAPS + 1) * PLAN.params[:1])
+    message = f"it has more than {MAX_TENSOR_MAPS} tensor maps"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         load(launcher, plan.encode(), digest)
 
 
