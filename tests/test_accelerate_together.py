@@ -18,7 +18,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.accelerated import accelerated, equations
-from support.program_inspection import integers
+from support.program_inspection import integers, products_of
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
@@ -44,13 +44,7 @@ BQ, BK = S((WIDTH,), BF16), S((256,), BF16)
 
 def launches(function: Callable[..., Any], *args: Any, **options: Any) -> list[int]:
     """Returns how many products each launch of an accelerated function is of."""
-    names = "hopper_dots", "hopper_dot", "hopper_fused"
-    found = [e for e in equations(function, *args, **options) if e.primitive.name in names]
-    together = [e.params.get("functions") or e.outvars for e in found]
-    return [
-        len(of) if e.primitive.name == "hopper_dots" else 1
-        for e, of in zip(found, together, strict=True)
-    ]
+    return [n for n in map(products_of, equations(function, *args, **options)) if n]
 
 
 def projections(x: Any, *weights: Any) -> list[Any]:

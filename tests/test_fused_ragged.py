@@ -308,7 +308,7 @@ def test_vmap_of_vmap():
 def products(function, *args) -> int:
     text = str(jax.make_jaxpr(function)(*args))
     return sum(text.count(f"= {name}[") for name in ("hopper_ragged_dot", "hopper_fused")) + (
-        2 * text.count("= hopper_dots[")
+        2 * text.count("= hopper_gate_up[")
     )
 
 

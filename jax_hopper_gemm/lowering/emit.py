@@ -144,25 +144,19 @@ class _Epilogue(NamedTuple):
 
     request: Request
     route: Route
+    graph: EpilogueGraph
+    written: list[ShapedArray]  # by the kernel
     reads: slice  # which operands of all epilogues are its
     makes: slice  # which results
 
-    @property
-    def graph(self) -> EpilogueGraph:
-        assert self.route.fusion
-        return self.route.fusion.graph
-
-    @property
-    def written(self) -> list[ShapedArray]:
-        """The arrays that the kernel writes: matrices with the axes of the result."""
-        assert self.request.function
-        accumulator = self.request.function.in_avals[0]
-        return [_varying_like(accumulator, x) for x in _written(self.request, self.route)]
-
 
 def _epilogues(request: Request, route: Route) -> list[_Epilogue]:
-    each = zip(request.apart, route.apart or (route,), request.shares, strict=True)
-    return [_Epilogue(of, own, *shares) for of, own, shares in each]
+    found = []
+    for of, own, shares in zip(request.apart, route.apart or (route,), request.shares, strict=True):
+        assert of.function and own.fusion
+        written = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
+        found.append(_Epilogue(of, own, own.fusion.graph, written, *shares))
+    return found
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The JAX primitives `hopper_fused`, a product with an epilogue, and `hopper_dots`.
+"""The JAX primitives `hopper_fused`, a product with an epilogue, and `hopper_gate_up`.
 
 `hopper_fused` carries the function as a jaxpr. Elsewhere than on a Hopper GPU it is what it says:
 the function of the product. Its derivative is again made of products and functions of arrays:
@@ -156,7 +156,7 @@ def _product_tangents(
     sizes = operands[: product.num_sizes_operands]
     moved: dict[int, Any] = {}
     if type(lhs_tangent) is not ad.Zero and num_b == 2:
-        both = hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
+        both = hopper_gate_up_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
         moved |= enumerate(both)
     elif type(lhs_tangent) is not ad.Zero:
         moved[0] = multiply(product, lhs_tangent, right_operands[0], *sizes)
@@ -297,14 +297,14 @@ sharding.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
 # product adds to the first one's result where that lies.
 
 
-def _dots(lhs: Any, *others: Any, product: Product) -> list[Any]:
+def _gate_up(lhs: Any, *others: Any, product: Product) -> list[Any]:
     count = len(others) - product.num_sizes_operands
     return accumulators_of(product, lhs, others[:count], *others[count:])
 
 
-def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -> list[Any]:
+def _transpose_gate_up(cotangents: Any, lhs: Any, *others: Any, product: Product) -> list[Any]:
     if not ad.is_undefined_primal(lhs):
-        return transpose_by(_dots, cotangents, lhs, *others, product=product)
+        return transpose_by(_gate_up, cotangents, lhs, *others, product=product)
     right_operands, sizes = others[: len(cotangents)], others[len(cotangents) :]
     pairs = zip(cotangents, right_operands, strict=True)
     terms = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
@@ -343,17 +343,17 @@ def _added(x: Any, product: Product, lhs: Any, right: Any, *sizes: Any) -> Any:
     return total
 
 
-def _batch_dots(
+def _batch_gate_up(
     axis_data: Any, args: Any, axes: Any, *, product: Product
 ) -> tuple[list[Any], list[Any]]:
     args, product, axis = batched_product(axis_data, args, axes, product)
-    outputs = hopper_dots_p.bind(*args, product=product)
+    outputs = hopper_gate_up_p.bind(*args, product=product)
     return outputs, [axis] * len(outputs)
 
 
-hopper_dots_p = define_primitive(
-    "hopper_dots",
-    _dots,
+hopper_gate_up_p = define_primitive(
+    "hopper_gate_up",
+    _gate_up,
     multiple_results=True,
-    rules=Rules(jvp=partial(jvp_by, _dots), transpose=_transpose_dots, batch=_batch_dots),
+    rules=Rules(jvp=partial(jvp_by, _gate_up), transpose=_transpose_gate_up, batch=_batch_gate_up),
 )

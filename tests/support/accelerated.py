@@ -20,7 +20,7 @@ def equations(function: Callable[..., Any], *args: Any, **options: Any) -> list[
             if equation.primitive.name != "accelerated":  # which stands for those of its program
                 found.append(equation)
             for inner in jaxprs_in_params(equation.params):
-                found += [] if equation.primitive.name == "hopper_fused" else within(inner)
+                found += [] if equation.primitive.name.startswith("hopper") else within(inner)
         return found
 
     return within(jax.make_jaxpr(jhg.accelerate(function, **options))(*args))

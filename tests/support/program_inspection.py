@@ -66,8 +66,16 @@ def operations(function: Callable[..., Any], *args: Any) -> Counter[str]:
 
 def products(function: Callable[..., Any], *args: Any) -> tuple[int, int]:
     """Returns how many products of a program are ours and how many JAX's."""
-    found = operations(function, *args)
-    return sum(found[x] for x in OURS), sum(found[x] for x in THEIRS)
+    found = list(equations(function, *args))
+    theirs = sum(equation.primitive.name in THEIRS for equation in found)
+    return sum(map(products_of, found)), theirs
+
+
+def products_of(equation: Any) -> int:
+    """Returns how many products of ours an equation is."""
+    if equation.primitive.name == "hopper_dots":
+        return len(equation.params["functions"] or equation.outvars)
+    return int(equation.primitive.name in OURS)
 
 
 def lowered(function: Callable[..., Any], *args: Any) -> str:
