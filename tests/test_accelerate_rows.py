@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.program_inspection import normal
+from support.program_inspection import lowered, normal
 from support.stepwise import run_stepwise
 from test_accelerate_fuses import equations
 
@@ -41,6 +42,25 @@ def cross_entropy(x: Any, w: Any, labels: Any) -> Any:
 
 def attended(q: Any, k: Any, v: Any) -> Any:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.usefixtures("launcher")
+def test_kernels_read_probabilities_and_their_gradient_as_the_logits_lie() -> None:
+    """XLA would transpose these arrays otherwise, the largest of the program.
+
+    What computes them stands in functions of its own, once what is differentiated is lowered.
+    """
+    b, t, heads, groups = 2, 1024, 4, 4
+
+    def gradients(q: Any, k: Any, v: Any, g: Any) -> Any:
+        y, pull = jax.vjp(attended, q, k, v)
+        return y, pull(g)
+
+    q, k = S((b, t, heads * groups, 64), BF16), S((b, t, heads, 64), BF16)
+    text = lowered(jhg.accelerate(gradients), q, k, k, q)
+    types = re.findall(r"v1.launch\(.*?\) .* : \((.*?)\) ->", text)
+    large = [x for x in ", ".join(types).split(", ") if x.count(str(t)) == 2]
+    assert large == [f"tensor<{b}x{heads}x{t}x{groups}x{t}xbf16>"] * 4
 
 
 def test_logits_of_a_loss_are_stored_once_in_16_bits_with_statistics_of_rows() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -189,10 +189,20 @@ SPREAD = ("stablehlo.broadcast_in_dim", "stablehlo.constant")
 _ELEMENTWISE = frozenset(f"stablehlo.{name}" for name in ELEMENTWISE.values())
 
 
+class _Inner(NamedTuple):
+    """A value in a function that is called."""
+
+    value: Any
+    calls: tuple[Any, ...]  # of functions, the outermost first
+
+
 class MlirValues:
     """The `World` of a program that is being lowered."""
 
     def step(self, value: Any) -> Step | None:
+        if isinstance(value, _Inner):
+            step = self.step(value.value)
+            return step and replace(step, source=value._replace(value=step.source))
         operation = value.owner
         attributes = getattr(operation, "attributes", None)
         if attributes is None:  # a block, of which the value is an argument
@@ -213,37 +223,37 @@ class MlirValues:
         return None
 
     def element_sources(self, value: Any) -> list[Any]:
+        value, calls = value if isinstance(value, _Inner) else (value, ())
         operation = value.owner
         name = getattr(operation, "name", None)
         if name == "func.call":
-            return self._called(operation, ir.OpResult(value).result_number)
+            returned = _returned(operation, ir.OpResult(value).result_number)
+            return [_Inner(returned, (*calls, operation))] if returned is not None else []
+        if calls and isinstance(operation, ir.Block):
+            *outer, call = calls
+            operand = call.operands[ir.BlockArgument(value).arg_number]
+            return [_Inner(operand, tuple(outer)) if outer else operand]
         if name not in _ELEMENTWISE:
             return []
         values, shape = list(operation.operands), self.shape(value)
         alike = (x for x in values[name == "stablehlo.select" :] if self.shape(x) == shape)
-        return [x for x in alike if getattr(x.owner, "name", None) not in SPREAD]
-
-    def _called(self, call: Any, number: int) -> list[Any]:
-        """Returns what a function computes a result from: a value in it, or its argument.
-
-        Nothing while the caller stands in no module yet.
-        """
-        module = call.operation
-        while module.parent is not None:
-            module = module.parent
-        if module.name != "builtin.module":
-            return []
-        function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
-        (block,) = function.regions[0].blocks
-        value = list(block.operations)[-1].operands[number]
-        while sources := self.element_sources(value):
-            value = sources[0]
-        if isinstance(value.owner, ir.Block):
-            return [call.operands[ir.BlockArgument(value).arg_number]]
-        return [value]
+        found = [x for x in alike if getattr(x.owner, "name", None) not in SPREAD]
+        return [_Inner(x, calls) for x in found] if calls else found
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        return tuple(value.type.shape)
+        return tuple((value.value if isinstance(value, _Inner) else value).type.shape)
+
+
+def _returned(call: Any, number: int) -> Any:
+    """Returns the value that a called function returns; None while the call is in no module yet."""
+    module = call.operation
+    while module.parent is not None:
+        module = module.parent
+    if module.name != "builtin.module":
+        return None
+    function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+    (block,) = function.regions[0].blocks
+    return list(block.operations)[-1].operands[number]
 
 
 def _converted_by(operation: Any) -> Step | None:
