@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.program_inspection import lowered, normal
+from support.program_inspection import integers, lowered, normal
 from support.stepwise import run_stepwise
 from test_accelerate_fuses import equations
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.primitives.rows import add_rows_p
 
 S = jax.ShapeDtypeStruct
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -316,3 +317,46 @@ def test_the_gradient_of_another_table_stays_a_scatter(rows: int, dtype: str, in
     gradient = jax.grad(lambda table, i: table[i].astype(F32).sum())
     found = equations(gradient, S((rows, 8), dtype), S((indices,), "int32"))
     assert any(e.primitive.name == "scatter-add" for e in found)
+
+
+def put_back(rows: Any, order: Any, g: Any) -> Any:
+    """Returns the gradient by rows of the same in another order."""
+    return jax.vjp(lambda rows: rows[order], rows)[1](g)[0]
+
+
+@pytest.mark.usefixtures("launcher")
+def test_rows_go_back_to_their_order_without_a_scatter_on_one_gpu() -> None:
+    tokens, width = 4096, 256
+    x, order = S((tokens, width), BF16), S((2 * tokens,), "int32")
+    shapes = x, order, S((2 * tokens, width), BF16)
+    (summed,) = [e for e in equations(put_back, *shapes) if e.primitive.name == "add_rows"]
+    assert summed.outvars[0].aval.shape == x.shape
+    assert "stablehlo.scatter" not in lowered(jhg.accelerate(put_back), *shapes)
+    assert "stablehlo.scatter" in lowered(jhg.accelerate(put_back, fuse=False), *shapes)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=auto, devices=jax.devices()[:2])
+    rows = jax.NamedSharding(mesh, jax.P("i"))
+    step = jax.jit(jhg.accelerate(put_back), in_shardings=rows)
+    text = step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.scatter" in text
+
+    indices = np.random.default_rng(0).permutation(2 * tokens) // 2
+    indices[:3] = -1, tokens, -tokens - 1  # the last row, and none
+    arguments = integers(x.shape, BF16), jnp.asarray(indices), integers(shapes[2].shape, BF16, 1)
+    for ours in (jhg.accelerate(put_back), add_in_order):
+        np.testing.assert_array_equal(ours(*arguments), put_back(*arguments))
+
+
+def add_in_order(rows: Any, order: Any, g: Any) -> Any:
+    order = jnp.where(order < 0, order + len(rows), order)
+    return add_rows_p.bind(g, order, length=len(rows), scattered=False)
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "indices", "dtype"),
+    [(8192, 256, 4096, BF16), (4096, 256, 8192, F32), (2**17, 8, 2**18, BF16), (64, 256, 64, BF16)],
+    ids=["fewer rows", "float32", "narrow rows", "few rows"],
+)
+def test_other_rows_are_scattered(length: int, width: int, indices: int, dtype: Any) -> None:
+    shapes = S((length, width), dtype), S((indices,), "int32"), S((indices, width), dtype)
+    assert "scatter-add" in [e.primitive.name for e in equations(put_back, *shapes)]

@@ -16,8 +16,8 @@ from jax_hopper_gemm.primitives.rows import AT_ONCE, add_rows_p, in_order, pick_
 WIDTH = 3
 
 
-def add_rows(x, rows, length):
-    return add_rows_p.bind(x, jnp.asarray(rows, jnp.int32), length=length)
+def add_rows(x, rows, length, scattered=False):
+    return add_rows_p.bind(x, jnp.asarray(rows, jnp.int32), length=length, scattered=scattered)
 
 
 def picked(x, rows):
@@ -50,6 +50,8 @@ COUNTS = [1, AT_ONCE, AT_ONCE + 1, AT_ONCE**3 + AT_ONCE + 1]
 def test_rows_are_added_however_often_one_is_picked(count, length, kind):
     rows, x = indices(kind, count, length), integers((count, WIDTH))
     np.testing.assert_array_equal(add_rows(x, rows, length), added(x, rows, length))
+    scattered = add_rows(x, rows, length, scattered=True)
+    np.testing.assert_array_equal(scattered, added(x, rows, length))
 
 
 @pytest.mark.parametrize("count, length", [(0, 4), (5, 0), (0, 0)])

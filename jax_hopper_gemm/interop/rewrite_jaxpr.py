@@ -40,7 +40,7 @@ from ..primitives.accelerated import run_accelerated, with_equations_of_accelera
 from ..primitives.define import request_of
 from .by_algorithm import with_rounded_operands
 from .fuse_jaxpr import fused
-from .scatters import with_choices, with_products
+from .scatters import with_choices, with_products, with_row_sums
 from .weights import Marks, Weights
 
 RAGGED = "ragged_dot_general"
@@ -262,7 +262,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             new.append(equation)
     outvars = inner.outvars
     if fuse:
-        new, outvars = fused(with_choices(new), outvars)
+        new, outvars = fused(with_row_sums(with_choices(new)), outvars)
     same = len(new) == len(original.eqns) and all(map(operator.is_, new, original.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)
 

@@ -8,6 +8,10 @@ it is read.
 A table of few rows, as of biases by relative positions, gets many cotangents a row. XLA adds them
 by atomics, one after the other: 262,144 of 32 numbers into 32 rows took 0.8 s on an H200. They are
 a product of zeros and ones by the cotangents.
+
+Rows that are put in another order, as tokens by their experts, go back by a scatter of as many rows
+or fewer. Its atomics take XLA ten times as long as memory does, and have other bits on every run.
+One GPU finds the rows of each sum by a sort, and reads them.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from jax.extend.core import Literal
 
 from ..fusion.jaxprs import spliced, traced
 from ..gemm.dtypes import HALVES
+from ..primitives.rows import add_rows_p
 
 MOST_ROWS = 1024  # of a table whose gradient is a product
 LEAST_SHARE = 256  # of cotangents, for each row of it
+LEAST_ROW, LEAST_MOVED = 64, 2**20  # elements of a row, and of all that are put back in order
 
 
 def with_choices(equations: Iterable[Any]) -> list[Any]:
@@ -33,6 +39,11 @@ def with_choices(equations: Iterable[Any]) -> list[Any]:
 def with_products(equations: Iterable[Any]) -> list[Any]:
     """Returns the equations with each scatter of many 16-bit rows into few zeros as a product."""
     return _replaced(equations, _is_lookup, _product)
+
+
+def with_row_sums(equations: Iterable[Any]) -> list[Any]:
+    """Returns the equations with each scatter of 16-bit rows into no more zeros as `add_rows`."""
+    return _replaced(equations, _puts_back, _row_sums)
 
 
 def _replaced(
@@ -100,6 +111,23 @@ def _choice(equation: Any) -> Callable[..., Any]:
 
 def _is_lookup(equation: Any) -> bool:
     """Whether a scatter adds many times as many rows of 16-bit floats as there are."""
+    zeros, _, updates = (x.aval for x in equation.invars)
+    few = zeros.shape[0] <= MOST_ROWS
+    return _adds_rows(equation) and few and updates.size >= LEAST_SHARE * zeros.size > 0
+
+
+def _puts_back(equation: Any) -> bool:
+    """Whether a scatter adds rows of 16-bit floats, as many as there are or more."""
+    zeros, indices, updates = (x.aval for x in equation.invars)
+    if not _adds_rows(equation) or indices.dtype.itemsize > 4:
+        return False
+    length = zeros.shape[0]
+    row = zeros.size // max(length, 1)
+    return row >= LEAST_ROW and updates.size >= max(zeros.size, LEAST_MOVED)
+
+
+def _adds_rows(equation: Any) -> bool:
+    """Whether a scatter adds rows of 16-bit floats, each to the one that an index says."""
     zeros, indices, updates = (x.aval for x in equation.invars)
     numbers, axes = equation.params["dimension_numbers"], range(updates.ndim)
     rows = updates.shape[: indices.ndim - 1]
@@ -111,8 +139,6 @@ def _is_lookup(equation: Any) -> bool:
         and indices.shape == (*rows, 1)
         and updates.shape[len(rows) :] == zeros.shape[1:]
         and all(isinstance(extent, int) for extent in (*updates.shape, *zeros.shape))
-        and zeros.shape[0] <= MOST_ROWS
-        and updates.size >= LEAST_SHARE * zeros.size > 0
     )
 
 
@@ -129,6 +155,20 @@ def _product(equation: Any) -> Callable[..., Any]:
         return lax.dot_general(ones, updates, numbers, preferred_element_type=updates.dtype)
 
     return product
+
+
+def _row_sums(equation: Any) -> Callable[..., Any]:
+    """Returns a function that adds the updates to the rows at their indices."""
+
+    def row_sums(zeros: Any, indices: Any, updates: Any) -> Any:
+        length = zeros.shape[0]
+        indices = _counting(indices, equation.params["mode"], length)
+        rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")
+        x = lax.reshape(updates, (rows.size, zeros.size // length))
+        total = add_rows_p.bind(x, rows, length=length, scattered=True)
+        return lax.reshape(total, zeros.shape)
+
+    return row_sums
 
 
 def _counting(indices: Any, mode: Any, extent: int) -> Any:

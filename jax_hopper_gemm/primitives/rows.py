@@ -26,8 +26,9 @@ from jax import lax
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import varying_together
+from ..lowering.devices import devices_of
 from ..lowering.origins import mark_rows
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from .define import Rules, define_primitive, mapped_first
 
 # Rows that `add_rows` adds in one pass. Few: the pass reads as many for each sum, also where a sum
@@ -175,7 +176,8 @@ def _abstract_pick(x: Any, rows: Any) -> Any:
     return x.update(shape=(rows.shape[0], x.shape[1]), weak_type=False)
 
 
-def _abstract_add(x: Any, rows: Any, *, length: int) -> Any:
+def _abstract_add(x: Any, rows: Any, *, length: int, scattered: bool) -> Any:
+    del scattered
     assert x.ndim == 2 and rows.shape == x.shape[:1], (x, rows)
     return x.update(shape=(length, x.shape[1]), weak_type=False)
 
@@ -186,11 +188,18 @@ def _picked(x: jax.Array, rows: jax.Array) -> jax.Array:
     return picked(x, rows[:, None])
 
 
-def _added(x: jax.Array, rows: jax.Array, *, length: int) -> jax.Array:
-    """Returns (length, K): out[s] is the sum of x[r] over all r with rows[r] == s."""
+def _added(x: jax.Array, rows: jax.Array, *, length: int, scattered: bool) -> jax.Array:
+    """Returns (length, K): out[s] is the sum of x[r] over all r with rows[r] == s.
+
+    Args:
+      scattered: whether a scatter adds them; one GPU's would be atomic, so there none does.
+    """
     count = x.shape[0]
     if 0 in (count, length):
         return jnp.zeros((length, x.shape[1]), x.dtype)
+    if scattered:
+        zeros, inside = jnp.zeros((length, x.shape[1]), x.dtype), (rows >= 0) & (rows < length)
+        return zeros.at[jnp.where(inside, rows, length)].add(x, mode="drop")
     owners, order = in_order(jnp.where((rows >= 0) & (rows < length), rows, length), length)
     numbers = jnp.arange(length + 1, dtype=owners.dtype)
     bounds = jnp.searchsorted(owners, numbers, method="scan_unrolled").astype(jnp.int32)
@@ -253,10 +262,10 @@ def _transpose_pick(cotangent: Any, x: Any, rows: Any) -> Any:
             f"{count} of {length} rows are picked by indices, symbolic numbers: export a gradient "
             "for known ones"
         )
-    return add_rows_p.bind(cotangent, rows, length=length), None
+    return add_rows_p.bind(cotangent, rows, length=length, scattered=False), None
 
 
-def _transpose_add(cotangent: Any, x: Any, rows: Any, *, length: int) -> Any:
+def _transpose_add(cotangent: Any, x: Any, rows: Any, *, length: int, scattered: bool) -> Any:
     return pick_rows_p.bind(cotangent, rows), None
 
 
@@ -281,12 +290,15 @@ def _batch_pick(axis_data: Any, args: Any, axes: Any) -> tuple[Any, int]:
     return out.reshape(*rows.shape, out.shape[1]), 0
 
 
-def _batch_add(axis_data: Any, args: Any, axes: Any, *, length: int) -> tuple[Any, int]:
+def _batch_add(
+    axis_data: Any, args: Any, axes: Any, *, length: int, scattered: bool
+) -> tuple[Any, int]:
     size = axis_data.size
     x, rows = (mapped_first(size, array, axis) for array, axis in zip(args, axes, strict=True))
     out = add_rows_p.bind(
-        x.reshape(size * x.shape[1], x.shape[2]), _flat_rows(rows, length), length=size * length
-    )
+        x.reshape(size * x.shape[1], x.shape[2]), _flat_rows(rows, length), length=size * length,
+        scattered=scattered,
+    )  # fmt: skip
     return out.reshape(size, length, out.shape[1]), 0
 
 
@@ -297,9 +309,20 @@ pick_rows_p = define_primitive(
     rules=Rules(linear_in=(0,), transpose=_transpose_pick, batch=_batch_pick),
     lowering=_marking(_picked),
 )
+_lower_sorted = lower_fun_once(partial(_added, scattered=False))
+
+
+def _lower_added(ctx: mlir.LoweringRuleContext, *values: Any, length: int, scattered: bool) -> Any:
+    """Adds rows that a scatter would add in their order instead, where one device does."""
+    if scattered and devices_of(ctx) == 1:
+        return _lower_sorted(ctx, *values, length=length)
+    return None
+
+
 add_rows_p = define_primitive(
     "add_rows",
     _added,
     abstract=_abstract_add,
     rules=Rules(linear_in=(0,), transpose=_transpose_add, batch=_batch_add),
+    lowering=Lowering(_lower_added),
 )
