@@ -18,6 +18,7 @@ the step takes, too; XLA's stay in bfloat16.
 
 Regimes: in "burst" a turn is some steps back to back, by the host's clock, and a pause follows;
 "kernels" is the time of the kernels in them, by CUPTI; "sustained" is a loop of a second or more.
+`--names 20` also prints the kernels that take most of a step: copies and transposes show there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -227,6 +229,20 @@ def measured(program: Program, regimes: Sequence[str], steps: int, rounds: int) 
         )  # fmt: skip
 
 
+def print_kernels(program: Program, count: int) -> None:
+    """Prints which kernels take most of a step of each candidate, launches and milliseconds."""
+    for candidate in CANDIDATES:
+        call = program.call(candidate)
+        jax.block_until_ready(call())
+        found: dict[str, list[float]] = defaultdict(list)
+        for name, ms in timing.kernels(call):
+            found[name].append(ms)
+        longest = sorted(found.items(), key=lambda kernel: sum(kernel[1]), reverse=True)
+        print(f"  {candidate}: {sum(map(sum, found.values())):.2f} ms")
+        for name, times in longest[:count]:
+            print(f"  {sum(times):8.3f} {len(times):5} x {name}", flush=True)
+
+
 def add_choices(parser: argparse.ArgumentParser, families: Iterable[str]) -> None:
     """Adds the options that `programs` reads, but for the recipe."""
     parser.add_argument("--models", nargs="+", choices=families, default=list(families))
@@ -265,6 +281,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for row in measured(program, arguments.regime, arguments.steps, arguments.rounds):
                 rows.append(row)
                 print(format_row(row), flush=True)
+            if arguments.names:
+                print_kernels(program, arguments.names)
         except Exception as error:  # such as too little memory; the others are timed
             failures[str(program)] = f"{type(error).__name__}: {error}"
             print(f"{program} {failures[str(program)][:300]}", flush=True)
@@ -284,6 +302,7 @@ def main() -> int:
     parser.add_argument("--recipe", choices=RECIPES, default="none", help="8 bits, of the kernels")
     parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["burst"])
     parser.add_argument("--steps", type=int, default=10, help="in a turn")
+    parser.add_argument("--names", type=int, metavar="COUNT", help="print so many kernels")
     parser.add_argument("--list", action="store_true", help="list the programs, time none")
     arguments = parser.parse_args()
     if arguments.list:

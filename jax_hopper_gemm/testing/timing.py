@@ -99,6 +99,14 @@ def burst(function: Callable, input_sets: Sequence[tuple]) -> Callable[[], list[
     return measure
 
 
+def kernels(function: Callable) -> list[tuple[str, float]]:
+    """Returns the kernels of one call of a jitted function, names and milliseconds, by CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, launches = profiler.measure(_Rotation(function, [()]), aggregate=False)()
+    return list(launches or ())
+
+
 def sustained(
     function: Callable,
     input_sets: Sequence[tuple],
