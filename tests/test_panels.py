@@ -79,6 +79,14 @@ def test_panels_that_no_kernel_runs_are_refused(columns: tuple[int, ...], reason
     assert choose(problem, H200).spec is None
 
 
+def test_lines_of_no_panel_overlap() -> None:
+    first, second = panels(512, 256, 64, 128).apart
+    narrow = replace(second, d=replace(second.d, leading_stride=64))
+    for problems in ([first, narrow], [narrow, first]):
+        (reason,) = problem_violations(GemmProblem.side_by_side(problems))
+        assert reason == "D's lines of 128 elements are 64 apart and overlap"
+
+
 def test_panels_are_one_launch_only_where_that_is_expected_to_be_faster() -> None:
     large = choose(panels(16384, 8192, 8192, 8192), H200)
     assert large.spec is None and "one by one" in large.reason

@@ -111,10 +111,10 @@ def _result_violations(problem: GemmProblem) -> list[str]:
             reasons += _matrix_violations("D", layout, extents, strides, dtype)
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
         return reasons
-    n = p.as_panels[0].n
-    lines, length = (p.m, n) if p.d.major == "n" else (n, p.m)
-    if lines > 1 and p.d.leading_stride < length:
-        reasons.append(f"D's lines of {length} elements are {p.d.leading_stride} apart and overlap")
+    for panel in p.as_panels:
+        lines, length = (p.m, panel.n) if p.d.major == "n" else (panel.n, p.m)
+        if lines > 1 and (apart := panel.d.leading_stride) < length:
+            reasons.append(f"D's lines of {length} elements are {apart} apart and overlap")
     if 0 in batch_strides(p, p.d, batches):
         reasons.append(
             f"D has batch stride 0, so its {batches} matrices would overwrite each other"

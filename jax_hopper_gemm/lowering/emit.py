@@ -31,7 +31,7 @@ from .devices import devices_of, with_partitions
 from .finish import finished_results
 from .launch_operands import inputs_of, overwriting_results, overwritten
 from .register import lower_jaxpr
-from .request import Request
+from .request import Request, own_in_place
 from .route import Route
 
 
@@ -118,7 +118,7 @@ def _launch(
     aliases: dict[int, int] = {}
     first, before = 1 + len(request.rhs_shapes), 0  # of operands, of results
     for x in epilogues:
-        taken = [None if i is None else i - (x.reads.start or 0) for i in in_place[x.makes]]
+        taken = own_in_place(in_place, x.reads, x.makes)
         found = overwriting_results(avals[x.reads], taken, x.route, x.written)
         aliases |= {first + place: before + number for place, number in found.items()}
         first, before = first + len(x.graph.operands), before + len(x.written)
@@ -152,10 +152,10 @@ class _Epilogue(NamedTuple):
 
 def _epilogues(request: Request, route: Route) -> list[_Epilogue]:
     found = []
-    for of, own, shares in zip(request.apart, route.apart or (route,), request.shares, strict=True):
+    for of, own, slices in zip(request.apart, route.apart or (route,), request.slices, strict=True):
         assert of.function and own.fusion
         written = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
-        found.append(_Epilogue(of, own, own.fusion.graph, written, *shares))
+        found.append(_Epilogue(of, own, own.fusion.graph, written, *slices))
     return found
 
 

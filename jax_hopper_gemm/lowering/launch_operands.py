@@ -115,7 +115,7 @@ def _stored(ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], d
 def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns what epilogues read, in the kernel's dtypes."""
     inputs, arrays = [], list(map(Array, call.operands, call.avals))
-    for part, (own, _) in zip(route.apart or (route,), call.request.shares, strict=True):
+    for part, (own, _) in zip(route.apart or (route,), call.request.slices, strict=True):
         assert part.fusion
         of_part = arrays[own]
         for index, operand in zip(part.fusion.operands, part.fusion.graph.operands, strict=True):

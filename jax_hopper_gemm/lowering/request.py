@@ -72,9 +72,9 @@ class Request(ShapedProduct):
         ]
 
     @property
-    def shares(self) -> list[tuple[slice, slice]]:
+    def slices(self) -> list[tuple[slice, slice]]:
         """Of each product `apart`, which operands and which results of all epilogues are its."""
-        return shares(self.functions) if self.functions else [(slice(None), slice(None))]
+        return slices_of(self.functions) if self.functions else [(slice(None), slice(None))]
 
     @property
     def symbolic(self) -> bool:
@@ -106,7 +106,7 @@ class Request(ShapedProduct):
         return f"{text} with an epilogue" if self.function else text
 
 
-def shares(functions: Sequence[ClosedJaxpr]) -> list[tuple[slice, slice]]:
+def slices_of(functions: Sequence[ClosedJaxpr]) -> list[tuple[slice, slice]]:
     """Returns which operands and which results of all functions are those of each.
 
     The first argument of each is a product.
@@ -117,6 +117,19 @@ def shares(functions: Sequence[ClosedJaxpr]) -> list[tuple[slice, slice]]:
         found.append((slice(read, end), slice(written, after)))
         read, written = end, after
     return found
+
+
+def own_in_place(
+    in_place: Sequence[int | None], reads: slice, makes: slice
+) -> tuple[int | None, ...]:
+    """Returns of one function's results the operands whose memory they take, by its own numbers.
+
+    Args:
+      in_place: of the results of all functions, by the numbers of all operands.
+      reads, makes: which of these are the function's.
+    """
+    first = reads.start or 0
+    return tuple(None if x is None else x - first for x in in_place[makes])
 
 
 def array_text(shape: Sequence[int], dtype: str) -> str:

@@ -24,7 +24,7 @@ from ..lowering.call import Call
 from ..lowering.devices import devices_of
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
-from ..lowering.request import Request, shares
+from ..lowering.request import Request, own_in_place, slices_of
 from .define import Rules, define_primitive
 from .dot import batched, hopper_dot, reference_dot
 from .fused_primitive import hopper_fused_p, reference_fused
@@ -63,9 +63,9 @@ def _each(
         return [bare(lhs, rhs, product) for rhs in others]
     count, results = len(functions), list[Any]()
     for rhs, function, (reads, makes) in zip(
-        others[:count], functions, shares(functions), strict=True
+        others[:count], functions, slices_of(functions), strict=True
     ):
-        taken = tuple(None if x is None else x - reads.start for x in in_place[makes])
+        taken = own_in_place(in_place, reads, makes)
         results += fused(
             lhs, rhs, *others[count:][reads], jaxpr=function, product=product, num_b=1,
             in_place=taken if any(x is not None for x in taken) else (),
@@ -126,7 +126,7 @@ def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[s
         return [True, *used], params
     functions, rights = [], []
     for function, (reads, makes) in zip(
-        params["functions"], shares(params["functions"]), strict=True
+        params["functions"], slices_of(params["functions"]), strict=True
     ):
         needed = [False] * (reads.stop - reads.start)
         if stays := any(used[makes]):
