@@ -151,6 +151,66 @@ def test_explicit_axes_pass_through_products_by_recipes(recipe):
     jax.tree.map(close, found, whole)
 
 
+def quantized(dtype, block, x):
+    return jhg.quantize(x, dtype, block)
+
+
+QUANTIZED = {  # K of 500 is no whole number of blocks
+    "tensors": (partial(quantized, "int8", None), partial(quantized, "int8", None)),
+    "columns": (partial(quantized, "int8", (1, None)), partial(quantized, "int8", (None, 1))),
+    "blocks": (
+        partial(quantized, "float8_e4m3fn", (1, 128)),
+        partial(quantized, "float8_e4m3fn", (128, 128)),
+    ),
+    "weights": (jnp.asarray, partial(quantized, "int8", (None, 1))),
+    "groups": (jnp.asarray, lambda w: jhg.quantize(w, "int4", (32, 1)).pack_weights()),
+    "zero points": (jnp.asarray, lambda w: jhg.quantize(w, "int4", (128, 1), symmetric=False)),
+    "dequantized": (jnp.asarray, lambda w: jhg.quantize(w, "int4", (128, 64)).dequantize(w.dtype)),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("specs", [(P("x", None), P(None, "y")), (P("x", "y"), P("y", None))])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_explicit_axes_pass_through_quantized_products(kind, specs, transposed):
+    """Rows, columns or K are sharded; a sharding is that of the result in its own order."""
+    left, right = QUANTIZED[kind]
+
+    def product(a, b, **options):
+        options["preferred_element_type"] = "float32"  # as devices add up parts of K
+        if transposed:
+            return jhg.einsum("mk,kn->nm", left(a), right(b), epilogue=jnp.abs, **options)
+        return jhg.matmul(left(a), right(b), **options)
+
+    a, b = integers((8, 500), "bfloat16"), integers((500, 128), "bfloat16", seed=1)
+    whole = jax.jit(product)(a, b)
+    out_spec = P(*("yx" if transposed else "xy")) if specs[0][1] is None else P("x", None)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        found = jax.jit(partial(product, out_sharding=out_spec))(*map(jax.reshard, (a, b), specs))
+        assert jax.typeof(found).sharding.spec == out_spec
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", BY_RECIPE, ids=lambda recipe: type(recipe).__name__)
+def test_products_by_recipes_take_a_sharding_where_k_is_sharded(recipe):
+    def step(a, b, **options):
+        def loss(a, b):
+            y = jhg.matmul(a, b, **options)
+            return (y.astype("float32") ** 2).sum(), y
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(a, b)
+
+    a, b = integers((8, 300)), integers((300, 64), seed=1)
+    whole = jax.jit(partial(step, recipe=recipe))(a, b)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a, b = jax.reshard(a, P("x", "y")), jax.reshard(b, P("y", None))
+        found = jax.jit(partial(step, recipe=recipe, out_sharding=P("x", None)))(a, b)
+        ((_, y), gradients) = found
+        assert jax.typeof(y).sharding.spec == P("x", None)
+        assert [jax.typeof(x) for x in gradients] == [jax.typeof(x) for x in (a, b)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-2), found, whole)
+
+
 def test_an_einsum_of_three_keeps_its_sharding():
     with jax.set_mesh(mesh(AxisType.Explicit)):
         a = jax.reshard(integers((8, 4)), P("x", "y"))

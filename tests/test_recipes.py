@@ -205,15 +205,6 @@ def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):
         jhg.matmul(x, w, recipe=recipe)
 
 
-def test_shardings_of_quantized_products_are_refused():
-    x = jnp.ones((128, 128))
-    spec = jax.sharding.PartitionSpec()
-    with pytest.raises(NotImplementedError, match="out_sharding of a product of quantized"):
-        jhg.matmul(x, x, out_sharding=spec, recipe=BLOCKS)
-    with pytest.raises(NotImplementedError, match="out_sharding of a product of quantized"):
-        jhg.matmul(jhg.quantize(x), jhg.quantize(x), out_sharding=spec)
-
-
 def test_a_recipe_alone_rounds_cotangents():
     x = jnp.ones((128, 128))
     with pytest.raises(ValueError, match="cotangent_dtype is bfloat16 and there is a recipe"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
 
 from .. import dispatch
 from ..fusion.memo import memoised
@@ -76,12 +77,14 @@ def permuted_sharding(sharding: Any, permutation: tuple[int, ...]) -> Any:
 
 def padded_partitions(sharding: Any, ndim: int) -> tuple[Any, ...]:
     """Returns one entry of the partition spec for each of `ndim` axes."""
-    partitions = tuple(sharding.spec.partitions)
+    partitions = tuple(getattr(sharding, "spec", sharding).partitions)
     return partitions + (None,) * (ndim - len(partitions))
 
 
 def with_partitions(sharding: Any, partitions: tuple[Any, ...]) -> Any:
-    """Returns the sharding with another partition spec, on the same mesh."""
+    """Returns the sharding with another partition spec, on the same mesh; or such a spec."""
+    if isinstance(sharding, PartitionSpec):
+        return sharding.update(partitions=partitions)
     return sharding.update(spec=sharding.spec.update(partitions=partitions))
 
 

@@ -104,6 +104,7 @@ class _Rule:
     op: str
     subscripts: Subscripts
     options: Options
+    out_sharding: Any
 
     def multiply(self, product: Product, *pairs: Any) -> Any:
         """Returns a product of two pairs of values and scales."""
@@ -130,7 +131,7 @@ class _Rule:
         """Returns the product, then what the backward pass needs: 8 bits of an element."""
         found = [_quantized(a, state, i, E4M3) for i, a in enumerate((x, w))]
         pairs, amaxes = zip(*found, strict=True)
-        y = self.multiply(Product(self.subscripts, self.options), *pairs)
+        y = self.multiply(Product(self.subscripts, self.options, self.out_sharding), *pairs)
         like = tuple(jnp.zeros((), a.dtype) for a in (x, w))
         return y, (pairs, amaxes, state, like)
 
@@ -191,6 +192,7 @@ def run_delayed(
     steps: Steps,
     following: tuple[Any, ...],
     options: Options,
+    out_sharding: Any,
 ) -> Any:
     """Returns a product by delayed scaling, and what follows it.
 
@@ -199,11 +201,15 @@ def run_delayed(
       dimension_numbers: as in `dot_general`.
       steps: what follows; `following` are its operands, checked.
       options: `preferred_element_type` None is the promoted dtype of the operands.
+      out_sharding: of the product, for Explicit mesh axes.
     """
     x, w = map(jnp.asarray, arrays)
     dtype, whole, several = steps.dtypes(options.preferred_element_type, jnp.result_type(x, w))
     options = in_contexts(replace(options, preferred_element_type=dtype))
     subscripts = Subscripts.of_dot_general(dimension_numbers, x.ndim, w.ndim)
     x, w, *_ = varying_together(x, w, state.scale, state.amax_history)  # as the product does
-    product = _traced(x, w, state, _Rule(steps.op, subscripts, options))
+    if out_sharding is not None:  # as JAX completes it
+        by_jax = partial(lax.dot_general, dimension_numbers=dimension_numbers)
+        out_sharding = abstract(partial(by_jax, out_sharding=out_sharding), x, w).sharding
+    product = _traced(x, w, state, _Rule(steps.op, subscripts, options, out_sharding))
     return steps.after(product, following, whole, several)

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.product import Implementation, Options
 from ..gemm.subscripts import Subscripts
+from ..lowering.devices import permuted_sharding
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant
@@ -131,7 +132,9 @@ def matmul(
         if jnp.ndim(cast(Any, vector)) == 1:
             scales = {name: _without(x, axis) for name, x in scales.items()}
     if zeros:
-        scales[OFFSET] = jnp.matmul(*zeros, precision=lax.Precision.HIGHEST)
+        scales[OFFSET] = jnp.matmul(
+            *zeros, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
+        )
     multiplied = () if scales or is_quantized(*pair) else (a, b)
     named = named_in(terms | scales, *multiplied)
     terms |= scales
@@ -191,7 +194,7 @@ def dot_general(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     given = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
-    pair, scales = weights_of_dot("dot_general", *given, dimension_numbers)
+    pair, scales = weights_of_dot("dot_general", *given, dimension_numbers, out_sharding)
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
@@ -251,10 +254,10 @@ def einsum(
         dot = partial(
             dot_general, precision=precision, preferred_element_type=preferred_element_type,
             epilogue_operands=epilogue_operands, save_preactivation=save_preactivation,
-            cotangent_dtype=cotangent_dtype, out_sharding=out_sharding,
-            implementation=implementation,
+            cotangent_dtype=cotangent_dtype, implementation=implementation,
         )  # fmt: skip
-        return _einsum_of_quantized(checks.one_product(subscripts), operands, epilogue, dot)
+        product = checks.one_product(subscripts)
+        return _einsum_of_quantized(product, operands, epilogue, out_sharding, dot)
     names = ("lhs", "rhs") if len(operands) == 2 else map("operands[{}]".format, count())
     arrays = checks.as_arrays("einsum", None, **dict(zip(names, operands, strict=False)))
     if isinstance(optimize, list):  # a path, as a key
@@ -271,14 +274,22 @@ def einsum(
 
 
 def _einsum_of_quantized(
-    subscripts: Subscripts, operands: tuple[Any, ...], epilogue: Any, dot: Callable[..., Any]
+    subscripts: Subscripts,
+    operands: tuple[Any, ...],
+    epilogue: Any,
+    out_sharding: Any,
+    dot: Callable[..., Any],
 ) -> Any:
     """Returns what `dot` does, a `dot_general` that takes quantized arrays, and a transpose."""
     product = subscripts.dot_general()
+    order = tuple(map(product.permutation.index, range(len(product.out))))
     lhs, rhs = operands[::-1] if product.swap_ab else operands
     in_order = product.permutation == tuple(range(len(product.out)))
     follow = epilogue if in_order or epilogue is None else _Permuted(product.permutation, epilogue)
-    result = dot(lhs, rhs, product.dimension_numbers, epilogue=follow)
+    result = dot(
+        lhs, rhs, product.dimension_numbers, epilogue=follow,
+        out_sharding=permuted_sharding(out_sharding, order),
+    )  # fmt: skip
     return result if in_order or follow else lax.transpose(result, product.permutation)
 
 
@@ -336,14 +347,13 @@ def _run(
     )  # fmt: skip
     following = checks.check_steps(op, steps.epilogue, epilogue_operands, steps.plain, options)
     operands = (*named_operands, *following)
-    quantized = is_quantized(*factors.read)
-    if recipe or quantized:
-        checks.check_unsharded(op, dict(product.named)["out_sharding"])
+    out_sharding = dict(product.named)["out_sharding"]
     if state:
         dtype = options.preferred_element_type or product.dtype
         options = replace(options, preferred_element_type=dtype)
-        return run_delayed(state, factors.arrays, factors.axes(), steps, operands, options)
-    if quantized:
+        pair = factors.arrays
+        return run_delayed(state, pair, factors.axes(), steps, operands, options, out_sharding)
+    if is_quantized(*factors.read):
         pair = tuple(zip(factors.names, factors.read, strict=True))
-        return run_quantized(pair, factors.axes(), steps, operands, options)
+        return run_quantized(pair, factors.axes(), steps, operands, options, out_sharding)
     return run(product, factors.arrays, steps, operands, options)

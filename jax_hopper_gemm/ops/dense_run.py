@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ from jax.core import Tracer
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
 from ..gemm.product import Options, Product
+from ..primitives.auto_axes import kept_sharding
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from .batch_invariance import in_contexts
 from .complex_products import by_parts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
-from .steps import Steps, result_dtypes, traced
+from .steps import SCALES, Steps, result_dtypes, traced
 from .substitute import final_product, with_hopper_dot
 
 
@@ -63,6 +65,12 @@ def run(
     if steps.plain:
         return _traced(product, arrays, options)
     lhs, rhs = arrays
+    if dict(product.named).get("out_sharding") is not None:
+        like = _wide_product(product, options, typeof(lhs), typeof(rhs))
+        operands = tuple(
+            jax.reshard(x, kept_sharding(like, x.shape)) if name in SCALES and x.ndim else x
+            for name, x in zip_longest(steps.named, operands)
+        )
     own, operands = settled(
         steps.op, steps, lambda: (_wide_product(product, options, typeof(lhs), typeof(rhs)),),
         operands, eager=not isinstance(lhs, Tracer),

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..gemm.dtypes import WEIGHTS, one_of
 from ..gemm.spec import K_GROUPS, PROMOTION_K
 from ..lowering.launch_operands import pack
+from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
 from ..primitives.quantize import quantized, quantized_between
 from ..primitives.scaled_dot import scale_of_each
 from ..primitives.widen import unpack
@@ -142,12 +143,15 @@ def quantize(
         )
     if any(b not in (None, 1, *BLOCKS) for b in blocks):
         raise ValueError(f"quantize: block is {blocks}, expected {_SIZES} or None for each axis")
-    if symmetric:
-        return Quantized(*quantized(x, dtype, blocks))
-    if not jnp.issubdtype(dtype, jnp.integer):
+    if not symmetric and not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"quantize: {name} has no zero points, only int8 and int4 have: symmetric")
-    values, scale, zero = quantized_between(x, dtype, blocks)
-    return Quantized(values, scale, zero=zero)
+    run = partial(quantized if symmetric else quantized_between, dtype=dtype, blocks=blocks)
+    if is_explicit(x):  # axes are cut into blocks
+        counts = [-(-n // (b or n)) for n, b in zip(x.shape, blocks, strict=True)]
+        shapes = (x.shape, counts, counts)[: 2 if symmetric else 3]
+        run = partial(in_auto_axes, run, tuple(kept_sharding(x, shape) for shape in shapes))
+    values, scale, *zero = run(x)
+    return Quantized(values, scale, zero=zero[0] if zero else None)
 
 
 def _dtype_name(dtype: Any) -> str:

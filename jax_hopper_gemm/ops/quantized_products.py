@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..fusion.jaxprs import abstract
 from ..gemm.dtypes import QUANTIZED
 from ..gemm.product import Options
+from ..primitives.auto_axes import in_auto_axes, is_explicit
 from ..primitives.scaled_dot import hopper_scaled_dot
 from . import checks
 from .batch_invariance import in_contexts
@@ -25,6 +28,10 @@ from .quantized import BLOCK, BLOCKS, Quantized, blocks_of, spread
 from .steps import SCALES, Steps
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scale"), meta_fields=("blocks", "batch", "free"),
+)  # fmt: skip
 @dataclass(frozen=True)
 class Operand:
     """A quantized operand of a product, its axes in the order batch, free, contracted."""
@@ -61,6 +68,7 @@ def run_quantized(
     steps: Steps,
     following: tuple[Any, ...],
     options: Options,
+    out_sharding: Any,
 ) -> Any:
     """Returns a product of quantized arrays and what follows it.
 
@@ -69,6 +77,7 @@ def run_quantized(
       dimension_numbers: as in `dot_general`; one axis is contracted.
       steps: what follows; `following` are its operands, checked.
       options: `preferred_element_type` None is float32.
+      out_sharding: of the product, for Explicit mesh axes.
     """
     op = steps.op
     for name, x in operands:
@@ -99,20 +108,26 @@ def run_quantized(
     if lhs.constant and rhs.constant:
         scales = (_broadcast(lhs, rhs.free, 0), _broadcast(rhs, 0, lhs.free))
         scaled = replace(steps, named=(*SCALES, *steps.named))
-        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", None)
+        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
         values = tuple(x.values for _, x in operands)
         options = replace(options, preferred_element_type=preferred or jnp.float32)
         product = JaxProduct(lax.dot_general, numbers)
         return run(product, values, scaled, (*scales, *following), options)
-    (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
     dtype, whole, several = steps.dtypes(preferred, jnp.float32)
     options = in_contexts(replace(options, preferred_element_type=dtype))
-    product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
-    shape = (
-        *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],
-        *rhs.values.shape[rhs.batch : -1],
-    )  # fmt: skip
-    return steps.after(product.reshape(shape), following, whole, several)
+    by_jax = partial(lax.dot_general, dimension_numbers=dimension_numbers)
+    values = (x.values for _, x in operands)
+    like = abstract(partial(by_jax, out_sharding=out_sharding), *values)
+    multiply = partial(_product, options=options, shape=like.shape)
+    if is_explicit(lhs.values, rhs.values):  # axes are merged
+        multiply = partial(in_auto_axes, multiply, like.sharding)
+    return steps.after(multiply(lhs, rhs), following, whole, several)
+
+
+def _product(lhs: Operand, rhs: Operand, *, options: Options, shape: Sequence[int]) -> jax.Array:
+    """Returns a product with block scales."""
+    (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
+    return hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options).reshape(shape)
 
 
 def _arranged(

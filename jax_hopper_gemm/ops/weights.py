@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..gemm.dtypes import HALVES, WEIGHTS
+from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
 from ..primitives.widen import hopper_widen
 from . import checks
 from .quantized import Quantized, blocks_of, spread
@@ -24,7 +26,7 @@ def is_weights(x: Any, other: Any) -> bool:
 
 
 def weights_of_dot(
-    op: str, lhs: Any, rhs: Any, dimension_numbers: Any
+    op: str, lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: Any
 ) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Returns the operands, weights as arrays, and scales and an offset beside the result."""
     if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
@@ -42,8 +44,9 @@ def weights_of_dot(
     beside: dict[str, Any] = dict(zip(SCALES, places, strict=True))
     found = {name: _beside_result(x, *beside[name]) for name, x in scales.items()}
     if zeros:
-        highest = lax.Precision.HIGHEST
-        found[OFFSET] = lax.dot_general(*zeros, (contracted, batch), precision=highest)
+        found[OFFSET] = lax.dot_general(
+            *zeros, (contracted, batch), lax.Precision.HIGHEST, out_sharding=out_sharding
+        )
     return pair, found
 
 
@@ -109,13 +112,23 @@ def zeros_apart(
         zeros = spread(zeros, others, x.shape)
         groups, group = zeros.shape[axis], blocks[axis] or extent
         shape = [groups if i == axis else n for i, n in enumerate(x.shape)]
-        padding = [(0, groups * group - extent if i == along else 0) for i in range(other.ndim)]
-        wide = jnp.pad(jnp.asarray(other).astype(jnp.float32), padding)
-        sums = wide.reshape(*wide.shape[:along], groups, group, *wide.shape[along + 1 :])
-        apart = [jnp.broadcast_to(zeros, shape), jnp.sum(sums, along + 1)]
+        of_groups = partial(_sums_of_groups, axis=along, groups=groups, group=group)
+        if is_explicit(other):  # an axis is cut
+            lengths = [groups if i == along else n for i, n in enumerate(other.shape)]
+            kept = kept_sharding(other, lengths)
+            of_groups = partial(in_auto_axes, of_groups, kept)
+        apart = [jnp.broadcast_to(zeros, shape), of_groups(jnp.asarray(other))]
         pair[i] = replace(x, zero=None)
         return (pair[0], pair[1]), (apart[i], apart[1 - i])
     return (pair[0], pair[1]), None
+
+
+def _sums_of_groups(x: jax.Array, *, axis: int, groups: int, group: int) -> jax.Array:
+    """Returns float32 sums of every `group` elements along an axis, the last one's of the rest."""
+    lead, extent, rest = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    missing = [(0, groups * group - extent if i == axis else 0) for i in range(x.ndim)]
+    wide = jnp.pad(x.astype(jnp.float32), missing)
+    return jnp.sum(wide.reshape(*lead, groups, group, *rest), axis + 1)
 
 
 def widened_pair(

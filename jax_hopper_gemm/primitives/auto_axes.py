@@ -7,12 +7,15 @@ shardings of what lies in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
 from jax.core import ShapedArray
 from jax.sharding import AxisType
+
+from ..lowering.devices import padded_partitions, with_partitions
 
 
 def is_explicit(*arrays: Any) -> bool:
@@ -35,6 +38,19 @@ def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) 
     axes = tuple(mesh.explicit_axes)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*arrays)
+
+
+def kept_sharding(x: Any, shape: Sequence[int]) -> Any:
+    """Returns the sharding of an array or type for another shape, where its axes divide that."""
+    sharding = (x if isinstance(x, ShapedArray) else jax.typeof(x)).sharding
+
+    def divides(extent: int, axes: Any) -> bool:
+        names = axes if isinstance(axes, tuple) else (axes,)
+        return axes is None or extent % prod(sharding.mesh.shape[name] for name in names) == 0
+
+    entries = zip(shape, padded_partitions(sharding, len(shape)), strict=True)
+    kept = (axes if divides(extent, axes) else None for extent, axes in entries)
+    return with_partitions(sharding, tuple(kept))
 
 
 def stated_sharding(aval: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..lowering.call import Call
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering
 from ..lowering.request import Request
+from .auto_axes import in_auto_axes, is_explicit, kept_sharding
 from .define import Rules, define_primitive, mapped_first
 from .dot import reference_dot
 from .ragged_reference import reference_ragged_dot
@@ -85,6 +87,11 @@ def _matrices(shape: Sequence[int], scale: Any, contracted: int) -> tuple[int, .
 
 def scale_of_each(scale: jax.Array, block: int, axis: int, extent: int) -> jax.Array:
     """Returns the scale of each of `extent` elements along an axis, of which `block` share one."""
+    if is_explicit(scale):
+        shape = list(scale.shape)
+        shape[axis] = extent
+        each = partial(scale_of_each, block=block, axis=axis, extent=extent)
+        return in_auto_axes(each, kept_sharding(scale, shape), scale)
     if isinstance(extent, int):
         return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
     # JAX knows a symbolic extent of what is taken, not of a slice; of no scales nothing is taken.

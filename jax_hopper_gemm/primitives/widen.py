@@ -9,6 +9,7 @@ what it sums of each group, without that rounding (`lowering.origins`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.interpreters import mlir
 
 from ..lowering.origins import mark_widened
 from ..lowering.register import Lowering, lower_fun_once
+from .auto_axes import in_auto_axes, is_explicit
 from .define import Rules, define_primitive, mapped_first
 
 
@@ -34,7 +36,11 @@ def hopper_widen(
         `group` of them.
     """
     params = {"dtype": np.dtype(dtype), "axis": axis, "group": group, "packed": packed}
-    return hopper_widen_p.bind(values, *([] if scale is None else [scale]), **params)
+    widen = partial(hopper_widen_p.bind, **params)
+    arrays = (values,) if scale is None else (values, scale)
+    if is_explicit(values):
+        return in_auto_axes(widen, jax.typeof(values).sharding, *arrays)
+    return widen(*arrays)
 
 
 def unpack(packed: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ from .arguments import check_unchanged as check_unchanged
 from .arguments import strong_dtype as strong_dtype
 from .dense import check_einsum as check_einsum
 from .dense import check_matmul as check_matmul
-from .dense import check_unsharded as check_unsharded
 from .dense import checked_axes as checked_axes
 from .dense import matmul_axes as matmul_axes
 from .dense import one_product as one_product

@@ -135,14 +135,6 @@ def matmul_axes(a: Any, b: Any) -> Any:
     return ((a_ndim - 1,), (b_ndim - 2,)), (batch, batch)
 
 
-def check_unsharded(op: str, out_sharding: Any) -> None:
-    """Checks that no sharding is asked of a product of quantized arrays."""
-    if out_sharding is not None:
-        raise NotImplementedError(
-            f"{op}: out_sharding of a product of quantized arrays: use jax.sharding.reshard on it"
-        )
-
-
 def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     """Returns `dimension_numbers` as nested tuples of plain integers; None stays None.
 
