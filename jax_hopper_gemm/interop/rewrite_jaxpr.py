@@ -306,10 +306,13 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
 
 def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:
     """Returns an equation with our products in its inner programs."""
-    params = {
-        key: _in_value(x, rewriting.within(weights, equation, key))
-        for key, x in equation.params.items()
-    }
+    params: dict[str, Any] = {}
+
+    def rewrite() -> None:
+        for key, x in equation.params.items():
+            params[key] = _in_value(x, rewriting.within(weights, equation, key))
+
+    _run_within(equation, rewrite)
     rewriting = rewriting._replace(weights=())
     same = all(params[key] is x for key, x in equation.params.items())
     if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
@@ -318,6 +321,22 @@ def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:
         if name in params:
             params[name] = change(params[name], rewriting)
     return equation.replace(params=params)
+
+
+def _run_within(equation: Any, function: Callable[[], None]) -> None:
+    """Calls a function, for a `shard_map` as JAX calls what it maps.
+
+    Elsewhere JAX's rules forget over which axes a value varies.
+    """
+    params = equation.params
+    if not params.get("check_vma"):
+        return function()
+    axes = params["newly_manual_axes"]
+    mapped = jax.shard_map(
+        function, mesh=params["mesh"], in_specs=(), out_specs=None, axis_names=axes
+    )
+    with equation.ctx.manager:
+        jax.make_jaxpr(mapped)()
 
 
 def _multiplies(params: dict[str, Any]) -> bool:

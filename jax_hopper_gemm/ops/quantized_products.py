@@ -80,22 +80,7 @@ def run_quantized(
       out_sharding: of the product, for Explicit mesh axes.
     """
     op = steps.op
-    for name, x in operands:
-        if not isinstance(x, Quantized):
-            raise TypeError(
-                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too, "
-                "or convert it to bfloat16 or float16"
-            )
-        if x.zero is not None:
-            raise NotImplementedError(
-                f"{op}: {name} has zero points beside a quantized array; kernels multiply "
-                "symmetric ones: quantize it without, or pass the other one in 16 bits"
-            )
-        if x.packed or x.values.dtype.name not in QUANTIZED:
-            raise TypeError(
-                f"{op}: {name} is of {'int4' if x.packed else x.values.dtype.name} beside a "
-                "quantized array: pass the other one in 16 bits"
-            )
+    _check(op, operands)
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_k) != 1:
         raise NotImplementedError(
@@ -122,6 +107,47 @@ def run_quantized(
     if is_explicit(lhs.values, rhs.values):  # axes are merged
         multiply = partial(in_auto_axes, multiply, like.sharding)
     return steps.after(multiply(lhs, rhs), following, whole, several)
+
+
+def scales_of_groups(op: str, lhs: Quantized, rhs: Quantized) -> tuple[dict[str, Any], Any]:
+    """Returns the scales of a ragged product of rows (M, K) and weights (G, K, N).
+
+    Those of `SCALES` where none changes along K, as they broadcast against the result, with an axis
+    of groups before it; else none, and those of blocks, as `scaled_dot` takes them of rows and of
+    weights (G, N, K).
+    """
+    operands = ("lhs", lhs), ("rhs", rhs)
+    _check(op, operands)
+    left, right = _arranged(op, *operands[0], (1,), ()), _arranged(op, *operands[1], (1,), (0,))
+    if left.constant and right.constant:
+        rows, columns = (spread(x.scale, x.blocks[:-1], x.values.shape) for x in (left, right))
+        columns = lax.transpose(columns, (0, 2, 1))
+        pair = zip(SCALES, (rows, columns), strict=True)
+        return {name: x.reshape(()) if x.size == 1 else x for name, x in pair}, None
+    if left.blocks[0] == BLOCK:  # groups begin at any row
+        scale = spread(left.scale, (BLOCK,), left.values.shape)
+        left = replace(left, scale=scale, blocks=(1, *left.blocks[1:]))
+    return {}, (left.flat()[1], right.flat()[1])
+
+
+def _check(op: str, operands: Sequence[tuple[str, Any]]) -> None:
+    """Checks that both operands of a product are quantized as kernels multiply them."""
+    for name, x in operands:
+        if not isinstance(x, Quantized):
+            raise TypeError(
+                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too, "
+                "or convert it to bfloat16 or float16"
+            )
+        if x.zero is not None:
+            raise NotImplementedError(
+                f"{op}: {name} has zero points beside a quantized array; kernels multiply "
+                "symmetric ones: quantize it without, or pass the other one in 16 bits"
+            )
+        if x.packed or x.values.dtype.name not in QUANTIZED:
+            raise TypeError(
+                f"{op}: {name} is of {'int4' if x.packed else x.values.dtype.name} beside a "
+                "quantized array: pass the other one in 16 bits"
+            )
 
 
 def _product(lhs: Operand, rhs: Operand, *, options: Options, shape: Sequence[int]) -> jax.Array:

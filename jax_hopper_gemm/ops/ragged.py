@@ -14,16 +14,17 @@ from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import in_contexts, takes_batch_invariant
-from .quantized import Quantized, as_quantized
+from .quantized import Quantized, as_quantized, is_quantized
+from .quantized_products import scales_of_groups
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .recipes import Recipe, as_recipe
-from .steps import Results, Steps, named_in
+from .steps import SCALES, Results, Steps, named_in
 from .weights import widened_pair
 
 
 @takes_batch_invariant
 def ragged_dot(
-    lhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
     rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: Any = None,
@@ -70,7 +71,7 @@ def ragged_dot(
 
     Args:
       lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
-      rhs: (G, K, N), one matrix a group; `Quantized` beside `lhs` of 16 bits.
+      rhs: (G, K, N), one matrix a group. `Quantized` beside `lhs` of 16 bits, or both are.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
       precision, preferred_element_type, cotangent_dtype, batch_invariant, implementation: as in
         `matmul`. `implementation="xla"` computes what `jax.lax.ragged_dot` does.
@@ -102,28 +103,35 @@ def ragged_dot(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     op = "ragged_dot"
-    given = lhs, as_quantized(op, "rhs", rhs)
-    (lhs, rhs), scales = widened_pair(op, (("lhs", lhs), ("rhs", given[1])), (-1, -2))
+    given = as_quantized(op, "lhs", lhs), as_quantized(op, "rhs", rhs)
+    (lhs, rhs), scales = widened_pair(op, (("lhs", given[0]), ("rhs", given[1])), (-1, -2))
+    quantized, blocks = is_quantized(lhs, rhs), None
+    lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in (lhs, rhs))
     lhs, rhs, group_sizes, group_offset, row_indices, bias = checks.as_arrays(
         op, {"group_offset": group_offset, "row_indices": row_indices, "bias": bias},
         lhs=lhs, rhs=rhs, group_sizes=group_sizes,
     )  # fmt: skip
     groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
-    plain = bias is None and activation is None and epilogue is None and not scales
     preferred_element_type = checks.as_result_dtype(op, preferred_element_type)
+    if quantized:
+        scales, blocks = scales_of_groups(op, *given)
+        preferred_element_type = preferred_element_type or jnp.dtype(jnp.float32)
+    plain = not (scales or blocks or bias is not None or activation or epilogue)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
         recipe=as_recipe(op, recipe, given, cotangent_dtype),
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
-    arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
+    arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices, blocks)
     options = in_contexts(options)
     if plain:
         product: Any = run_product(op, arrays, BASIC, options, out_sharding)
         return product
     checks.check_group_operands(op, operands, rhs)
+    if SCALES[0] in scales:
+        scales[SCALES[0]] = arrays.gathered(scales[SCALES[0]])
     if bias is not None:
         scales["bias"] = jnp.expand_dims(bias, 1)
     steps = Steps(op, tuple(scales), activation_function(activation), epilogue)

@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax, typeof
 from jax.core import Tracer
 
+from ..fusion.jaxprs import varying_together
 from ..fusion.memo import memoised
-from ..gemm.groups import VARLEN_M_KN, Groups
+from ..gemm.groups import VARLEN_M_KN, VARLEN_M_NK, Groups
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.auto_axes import in_auto_axes, is_explicit
@@ -54,6 +55,7 @@ class RaggedArrays(NamedTuple):
     sizes: Any  # integers
     offset: Any = None  # number of the first group, where `rights` has those of some; or None
     rows: Any = None  # (M,) indices of rows of `lhs`, or None
+    blocks: Any = None  # scales of blocks of `lhs` and of `rights`, by `scales_of_groups`, or None
 
     def axes(self, numbers: lax.RaggedDotDimensionNumbers) -> RaggedAxes:
         rhs_ndim = 3 if numbers is BASIC else np.ndim(self.rights[0])
@@ -66,11 +68,11 @@ class RaggedArrays(NamedTuple):
             rhs = (*rhs[:2], rhs[-1])
         return sharding_of_product(op, self.axes(numbers), lhs, rhs, self.rows)
 
-    def gathered(self) -> Any:
-        """Returns the rows of the left operand that are multiplied."""
-        if self.rows is None:
-            return self.lhs
-        return pick_rows(self.lhs, as_int32(self.rows, least=-1))
+    def gathered(self, x: Any) -> Any:
+        """Returns the rows, of the left operand or of its scales, that are multiplied."""
+        if self.rows is None or x.shape[:1] != self.lhs.shape[:1]:  # or one scale for all
+            return x
+        return pick_rows(x, as_int32(self.rows, least=-1))
 
     @property
     def length(self) -> int:
@@ -92,15 +94,20 @@ class RaggedArrays(NamedTuple):
     def wide_products(self, options: Options) -> tuple[Any, ...]:
         """Returns the products as a function of them sees them."""
         dtype, right = self.canonical(options).preferred_element_type, self.rights[0]
-        product = jax.ShapeDtypeStruct((self.length, right.shape[-1]), accumulator_dtype(dtype))
+        product = self._like((self.length, right.shape[-1]), accumulator_dtype(dtype))
         return (product,) * (2 if right.ndim == 4 else len(self.rights))
 
     def seen_from_rows(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns a function's operands as it sees them: of entries for groups each row's own."""
         return tuple(
-            jax.ShapeDtypeStruct((self.length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
+            self._like((self.length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
             for x in operands
         )
+
+    def _like(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns an abstract value that varies over mesh axes as the arrays do."""
+        lhs: Any = typeof(self.lhs)
+        return lhs.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
 
 
 # A product alone.
@@ -141,7 +148,7 @@ def run_product(
 def _traced_product(
     arrays: RaggedArrays, numbers: lax.RaggedDotDimensionNumbers, options: Options
 ) -> jax.Array:
-    lhs, (rhs,), sizes = arrays.gathered(), arrays.rights, arrays.sizes
+    lhs, (rhs,), sizes = arrays.gathered(arrays.lhs), arrays.rights, arrays.sizes
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
     options = _canonical(typeof(lhs), typeof(rhs), typeof(sizes), numbers, options)
 
@@ -175,7 +182,9 @@ def run_with_epilogue(
       operands: the function's; those of rank 3 have an entry for each group.
       options: with a dtype of the product, or a tuple of the results' dtypes.
     """
-    lhs, rights, sizes, _, rows = arrays
+    leaves, structure = jax.tree.flatten((arrays, operands))
+    arrays, operands = jax.tree.unflatten(structure, varying_together(*leaves))
+    lhs, rights, sizes, _, rows, _ = arrays
     if is_explicit(lhs, *rights, sizes, rows, *operands):
 
         def with_epilogue(arrays: RaggedArrays, operands: tuple[Any, ...]) -> Any:
@@ -210,7 +219,7 @@ def _traced_with_epilogue(
     options: Options,
     dtypes: tuple[Any, ...] | None,
 ) -> Any:
-    lhs, rights = arrays.gathered(), arrays.rights
+    lhs, rights, blocks = arrays.gathered(arrays.lhs), arrays.rights, arrays.blocks
     count, _, *planes, _ = rights[0].shape
     options = arrays.canonical(options)
     dtype, length = options.preferred_element_type, lhs.shape[0]
@@ -218,9 +227,13 @@ def _traced_with_epilogue(
     steps = traced(op, function, products, arrays.seen_from_rows(operands), dtype, dtypes)
     sizes, groups = sizes_and_groups(as_int32(arrays.sizes), arrays.offset, count, length)
     subscripts = VARLEN_M_GATE_UP if planes else VARLEN_M_KN
+    if blocks:  # K comes last
+        blocks = arrays.gathered(blocks[0]), blocks[1]
+        rights, subscripts = tuple(jnp.swapaxes(x, 1, 2) for x in rights), VARLEN_M_NK
     results = fused_dot(
         steps.function, lhs, rights, (*operands, *steps.operands[len(operands) :]),
         Product(subscripts, options, groups=groups), out_dtypes=steps.dtypes, sizes=sizes,
+        blocks=blocks,
     )  # fmt: skip
     return steps.structured(results)
 

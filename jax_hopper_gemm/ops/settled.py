@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from ..fusion.memo import interned, trace_context
@@ -60,8 +60,8 @@ def settled(
 
     Args:
       op: what the user called.
-      products: gives abstract values or `jax.ShapeDtypeStruct`s.
-      operands: the function's.
+      products: gives abstract values.
+      operands: the function's; abstract values stand for what a kernel makes.
       eager: whether the product runs at once, so that a program may be compiled for it alone.
     """
     users = {name: getattr(function, name, None) for name in ("activation", "epilogue")}
@@ -70,7 +70,7 @@ def settled(
         return function, operands
     seen, names = tuple(products()), dict.fromkeys(users)
     memory = _memory_of(users)
-    types = tuple(map(jax.typeof, operands))
+    types = tuple(x if isinstance(x, ShapedArray) else jax.typeof(x) for x in operands)
     key = trace_context(), op, tuple(names), replace(function, **names), seen, types
     if (settled_before := memory.get(key)) is None:
         own, consts = _traced(op, function, seen, operands)

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
-from ..lowering.devices import padded_partitions, with_partitions
+from ..lowering.devices import padded_partitions
 
 
 def is_explicit(*arrays: Any) -> bool:
@@ -36,11 +36,13 @@ def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) 
     """Returns `function(*arrays)`, Explicit axes as Auto ones, and results of an `out_sharding`."""
     mesh = _mesh_of(arrays)
     axes = tuple(mesh.explicit_axes)
+    # Arrays of no mesh have shardings without one, in programs of the mesh that is set, too.
+    out_sharding = jax.tree.map(lambda x: getattr(x, "spec", x), out_sharding)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.sharding.auto_axes(function, axes=axes, out_sharding=out_sharding)(*arrays)
 
 
-def kept_sharding(x: Any, shape: Sequence[int]) -> Any:
+def kept_sharding(x: Any, shape: Sequence[int]) -> PartitionSpec:
     """Returns the sharding of an array or type for another shape, where its axes divide that."""
     sharding = (x if isinstance(x, ShapedArray) else jax.typeof(x)).sharding
 
@@ -49,8 +51,7 @@ def kept_sharding(x: Any, shape: Sequence[int]) -> Any:
         return axes is None or extent % prod(sharding.mesh.shape[name] for name in names) == 0
 
     entries = zip(shape, padded_partitions(sharding, len(shape)), strict=True)
-    kept = (axes if divides(extent, axes) else None for extent, axes in entries)
-    return with_partitions(sharding, tuple(kept))
+    return PartitionSpec(*(axes if divides(extent, axes) else None for extent, axes in entries))
 
 
 def stated_sharding(aval: Any) -> Any:

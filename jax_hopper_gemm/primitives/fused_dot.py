@@ -22,6 +22,7 @@ from ..gemm.groups import Groups, is_varlen_k
 from ..gemm.product import Product
 from .accumulators import accumulators_of
 from .fused_primitive import accumulator_dtype, hopper_fused_p, reference_fused
+from .scaled_dot import scaled_dot
 from .segments import segment_broadcast, segment_mask
 
 __all__ = ["accumulator_dtype", "fused_dot", "hopper_fused_p"]
@@ -37,6 +38,7 @@ def fused_dot(
     out_dtypes: Sequence[Any] | None = None,
     in_place: Sequence[int | None] = (),
     sizes: jax.Array | None = None,
+    blocks: tuple[Any, Any] | None = None,
 ) -> Any:
     """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
 
@@ -62,6 +64,7 @@ def fused_dot(
       out_dtypes: for each result the dtype it is cast to, or None; None: no such wishes.
       in_place: of the first results, the operand whose memory each may take, if both are alike.
       sizes: of a ragged product, as in `hopper_ragged_dot`.
+      blocks: scales of blocks of both operands, as in `scaled_dot`.
 
     Raises:
       ValueError: `out_dtypes` has another length than the results.
@@ -104,6 +107,10 @@ def fused_dot(
         "num_b": len(right_operands),
         "in_place": tuple(in_place),
     }
+    if blocks:
+        pair, others = (lhs, *right_operands), (*operands, *closed.consts)
+        results = scaled_dot(pair, blocks, product, others, params["jaxpr"], tuple(in_place))
+        return jax.tree.unflatten(structure, results)
     args = (lhs, *right_operands, *operands, *closed.consts)
     if product.options.implementation == "xla":
         by_jax = product.options.by_jax

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from ..fusion.jaxprs import varying_together
 from ..gemm.groups import Groups
 
 
@@ -74,9 +75,38 @@ def run_ends(sizes: jax.Array, length: Any) -> jax.Array:
     limit = jnp.asarray(length, np.int32)
     sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
     axis = sizes.ndim - 1
-    if isinstance(length, int) and sizes.shape[axis] * length < 2**31:
+    count = sizes.shape[axis]
+    if isinstance(count, int) and isinstance(length, int) and count * length < 2**31:
         return jnp.minimum(lax.cumsum(sizes, axis), limit)
-    return lax.associative_scan(lambda x, y: jnp.minimum(x + y, limit), sizes, axis=axis)
+    if isinstance(count, int):
+        return lax.associative_scan(lambda x, y: jnp.minimum(x + y, limit), sizes, axis=axis)
+    place = jnp.arange(count)
+
+    def doubled(bit: Any, sums: jax.Array) -> jax.Array:  # JAX scans no symbolic number
+        before = place - (1 << bit)
+        more = jnp.minimum(sums + jnp.take(sums, jnp.maximum(before, 0), axis), limit)
+        return jnp.where(before >= 0, more, sums)
+
+    return lax.fori_loop(0, 31, doubled, sizes)
+
+
+def count_up_to(ascending: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns how many numbers of a list are at most each value, int32; it is halved each time.
+
+    JAX's `searchsorted` is not traced where `jax.shard_map` leaves a mesh axis to XLA.
+    """
+    count = ascending.shape[0]
+    ascending, values = varying_together(ascending, values)
+
+    def halved(_: Any, ends: Any) -> Any:
+        low, high = ends
+        middle = low + (high - low) // 2
+        more = (low < high) & (jnp.take(ascending, middle, mode="clip") <= values)
+        return jnp.where(more, middle + 1, low), jnp.where(more, high, middle)
+
+    low, known = jnp.zeros_like(values, np.int32), isinstance(count, int)
+    steps = count.bit_length() if known else 32
+    return lax.fori_loop(0, steps, halved, (low, jnp.full_like(low, count)), unroll=known)[0]
 
 
 def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
@@ -93,7 +123,7 @@ def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
         run = jnp.zeros_like(rows)
     else:
         ends = run_ends(sizes, length)
-        run = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
+        run = count_up_to(ends, rows)
     period = run // groups.period
     place = run - period * groups.period - groups.first
     return jnp.where((place >= 0) & (place < groups.count), period * groups.step + place, -1)

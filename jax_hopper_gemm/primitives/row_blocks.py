@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from ..gemm.groups import Groups
 from ..gemm.spec import PROMOTION_K
-from .group_sizes import clipped_sizes, run_ends
+from .group_sizes import clipped_sizes, count_up_to, run_ends
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ def row_blocks(sizes: jax.Array, groups: Groups, length: int) -> RowBlocks:
     ends = jnp.cumsum(padded, dtype=np.int32)
     most = (length + (block - 1) * int(kept.sum())) // block  # blocks
     first = np.arange(most, dtype=np.int32) * block
-    run = jnp.searchsorted(ends, first, side="right", method="scan_unrolled").astype(np.int32)
-    run = jnp.minimum(run, count - 1)  # behind all groups nothing is left of the last
+    run = jnp.minimum(count_up_to(ends, first), count - 1)  # behind all groups nothing is left of the last
     within = first - (ends - padded)[run]
     each = jnp.arange(block, dtype=np.int32)
     rows: Any = (starts[run] + within)[:, None] + each

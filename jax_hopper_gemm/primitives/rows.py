@@ -30,6 +30,7 @@ from ..lowering.devices import devices_of
 from ..lowering.origins import mark_rows
 from ..lowering.register import Lowering, lower_fun_once
 from .define import Rules, define_primitive, mapped_first
+from .group_sizes import count_up_to
 
 # Rows that `add_rows` adds in one pass. Few: the pass reads as many for each sum, also where a sum
 # has fewer. A token's experts are mostly no more.
@@ -201,8 +202,7 @@ def _added(x: jax.Array, rows: jax.Array, *, length: int, scattered: bool) -> ja
         zeros, inside = jnp.zeros((length, x.shape[1]), x.dtype), (rows >= 0) & (rows < length)
         return zeros.at[jnp.where(inside, rows, length)].add(x, mode="drop")
     owners, order = in_order(jnp.where((rows >= 0) & (rows < length), rows, length), length)
-    numbers = jnp.arange(length + 1, dtype=owners.dtype)
-    bounds = jnp.searchsorted(owners, numbers, method="scan_unrolled").astype(jnp.int32)
+    bounds = count_up_to(owners, jnp.arange(length + 1, dtype=owners.dtype) - 1)
     wide = wide_dtype(x.dtype)
 
     def user(place: jax.Array) -> jax.Array:
@@ -239,7 +239,7 @@ def _sums_of_runs(
     ends = jnp.cumsum(parts, dtype=jnp.int32)
     begins = ends - parts
     part = jnp.arange((size - 1) // AT_ONCE, dtype=jnp.int32)  # as many as there can be
-    run = jnp.searchsorted(ends, part, side="right", method="scan_unrolled").astype(jnp.int32)
+    run = count_up_to(ends, part)
 
     def of_run(array: jax.Array) -> jax.Array:
         return picked(array, run[:, None])
