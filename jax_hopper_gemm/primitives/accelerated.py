@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
+from jax import numpy as jnp
 from jax.core import ShapedArray, Tracer
 from jax.extend import core
 from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
@@ -41,7 +44,16 @@ def run_accelerated(closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         params = {"call_jaxpr": core.ClosedJaxpr(whole, ())}  # pyright: ignore[reportPrivateImportUsage]
         found = accelerated_p.bind(*values.values(), **params)
         values.update(zip(computed, found, strict=True))
-    return [x.val if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
+    values.update({x: _as_array(values[x], x) for x in jaxpr.constvars if x in jaxpr.outvars})
+    return [_as_array(x.val, x) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
+
+
+def _as_array(constant: Any, atom: Any) -> Any:
+    """Returns a constant of a program, which JAX may hold as a number of its own, as an array."""
+    if isinstance(constant, jax.Array | Tracer):
+        return constant
+    array = np.asarray(constant, atom.aval.dtype)
+    return jnp.asarray(array.item() if atom.aval.weak_type else array)
 
 
 def _evaluated(*arrays: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
