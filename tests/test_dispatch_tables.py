@@ -30,7 +30,6 @@ from jax_hopper_gemm.dispatch.table import (
     write_table,
 )
 from jax_hopper_gemm.dispatch.tuner import (
-    Effort,
     merged_table,
     ranked_candidates,
     tuned_entry,
@@ -321,9 +320,7 @@ def test_a_lucky_first_time_does_not_win():
             first.add(spec)
         return 10.0 if lucky else 90.0 if (spec, raster_order) == candidates[0] else 95.0
 
-    found = tuned_entry(
-        SQUARE, H200, candidates, time_kernel, lambda: 100.0, effort=Effort(refinements=0)
-    )
+    found = tuned_entry(SQUARE, H200, candidates, time_kernel, lambda: 100.0)
     assert (found.spec, found.raster_order) == candidates[0] and found.kernel_us == 90.0
 
 
