@@ -87,8 +87,8 @@ def one_by_one_in(program: Program, equation: Any) -> Program | None:
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is
 # computed.
 SILENT = (
-    "broadcast_in_dim", "convert_element_type", "copy", "live_rows", "mesh_cast", "reshape",
-    "reshard", "rows_of_groups", "squeeze", "transpose",
+    "broadcast_in_dim", "convert_element_type", "copy", "live_rows", "reshape", "reshard",
+    "rows_of_groups", "squeeze", "transpose",
 )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def operations_of(equations: Sequence[Any]) -> tuple[str, ...]:
 # Equations that lowering emits nothing for.
 IDENTITIES = frozenset({"copy", "name", "pvary"})
 
-CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its own arguments
+CALLS = frozenset({"custom_jvp_call", "jit"})  # of a function, by its own arguments
 
 # The programs within a program that are lowered in place. Others become functions, whose
 # arguments hide what made them: `jit`, `scan`, `cond`, `checkpoint` and `custom_jvp_call` are such.
