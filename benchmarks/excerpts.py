@@ -14,7 +14,7 @@ from jax_hopper_gemm.fusion.residuals import variables
 from jax_hopper_gemm.interop.rewrite_jaxpr import RAGGED, Rewriting, rewritten, traced_call
 from jax_hopper_gemm.primitives.define import PRODUCTS
 
-MOVES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"})
+MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 # What XLA computes apart from the product whose result it reads.
 APART = frozenset({"conv_general_dilated", "gather", "optimization_barrier", "scatter-add"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -154,10 +154,22 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def use_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path | str], None]]:
+    """A function that names a user's table in the environment, which is read anew."""
+
+    def use(path: Path | str) -> None:
+        monkeypatch.setenv(tables.TABLE_VARIABLE, str(path))
+        tables._environment_tables.cache_clear()
+
+    tables._environment_tables.cache_clear()
+    yield use
+    tables._environment_tables.cache_clear()
+
+
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch, use_table: object) -> Iterator[None]:
     """Leaves dispatch to its model: neither a user's table nor the packaged one."""
     monkeypatch.delenv(tables.TABLE_VARIABLE, raising=False)
-    monkeypatch.setattr(tables, "_tables", tables.UserTables())
     monkeypatch.setattr(tables, "packaged_table", cache(Table.of))
     choice._choose.cache_clear()
     yield

@@ -18,7 +18,6 @@ import jax_hopper_gemm
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cli import main, tune
 from jax_hopper_gemm.cubin import CubinError, lookup
-from jax_hopper_gemm.dispatch import table
 from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.testing import benchmark
 
@@ -37,7 +36,7 @@ def test_the_document_lists_mistakes():
 
 
 @pytest.fixture
-def places(tmp_path, monkeypatch) -> dict[str, Path]:
+def places(tmp_path, monkeypatch, use_table) -> dict[str, Path]:
     """Files and folders that are none of what a command wants."""
     names = ("file", "folder", "absent", "junk", "old", "plain")
     paths = {name: tmp_path / name for name in names}
@@ -50,7 +49,6 @@ def places(tmp_path, monkeypatch) -> dict[str, Path]:
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("JAX_HOPPER_GEMM_CUBINS", raising=False)
     monkeypatch.setattr(lookup, "_known", {})
-    monkeypatch.setattr(table, "_tables", table.UserTables())
     monkeypatch.chdir(tmp_path)
     return paths
 

@@ -108,6 +108,19 @@ def test_the_second_derivative_by_reverse_mode_is_the_same(name):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+def test_the_second_derivative_by_forward_mode_is_the_same(name):
+    x, w = integers((8, 8)), integers((8, 8), seed=1)
+
+    def twice(f: Any, x: Any, w: Any) -> Any:
+        def once(x: Any, w: Any) -> Any:
+            return jax.jvp(f, (x, w), (x[::-1], w[::-1]))
+
+        return jax.jvp(once, (x, w), (x[:, ::-1], w[:, ::-1]))
+
+    assert_equal(*(jax.jit(partial(twice, f))(x, w) for f in both(name, 4)))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_replication_need_not_be_checked(name):
     x, w, ct = integers((8, 8)), integers((8, 8), seed=1), integers((8, 8), seed=2)
     ours, theirs = both(name, 4, check_vma=False)

@@ -43,6 +43,16 @@ def test_no_part_is_dropped(real):
     assert [spec.bf16_terms for spec in found] == [6] * (2 if True in real else 4)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_no_part_of_gate_and_up_is_dropped(stacked):
+    x, gate, up = numbers((M, K), 0), numbers((K, N), 1), numbers((K, N), 2)
+    exact, g, u = (np.asarray(y, np.complex128) for y in (x, gate, up))
+    weights = jnp.stack((gate, up), 1) if stacked else (gate, up)
+    got = jhg.gated_linear_unit(x, weights, activation=None, precision=X6)
+    assert got.dtype == jnp.complex64
+    np.testing.assert_allclose(got, (exact @ g) * (exact @ u), rtol=1e-4, atol=1e-3)
+
+
 def test_what_follows_is_complex_and_gradients_are_those_of_the_exact_product():
     a, b = numbers((M, K), 0), numbers((K, N), 1)
     biased = jhg.matmul(a, b, bias=b[0], precision=X6)

@@ -16,7 +16,6 @@ from jax_hopper_gemm.dispatch import (
     Device,
     choice,
     choose,
-    load_table,
     problem_violations,
     table_specs,
 )
@@ -60,10 +59,16 @@ def entry(plain: GemmProblem, *, prefer: Any = "kernel", kernel_us=170.0, xla_us
     )  # fmt: skip
 
 
-def use(tmp_path, *entries: Entry) -> None:
-    path = tmp_path / "table.json"
-    write_table(Table.of(H200, entries, str(path)), path)
-    load_table(path)
+@pytest.fixture
+def use(tmp_path, use_table):
+    """A function that makes these entries the user's table."""
+
+    def write(*entries: Entry) -> None:
+        path = tmp_path / "table.json"
+        write_table(Table.of(H200, entries, str(path)), path)
+        use_table(path)
+
+    return write
 
 
 @pytest.mark.slow
@@ -89,10 +94,10 @@ def test_choices_are_legal_buildable_and_the_same_again():
     assert chosen > 400
 
 
-def test_an_epilogue_rides_on_the_kernel_measured_for_the_plain_product(tmp_path):
+def test_an_epilogue_rides_on_the_kernel_measured_for_the_plain_product(use):
     problem = problem_of("bias")
     measured = entry(replace(problem, epilogue=None, operands=()))
-    use(tmp_path, measured)
+    use(measured)
     decision = choose(problem, H200)
     assert decision.source == "user table" and decision.raster_order == measured.raster_order
     assert "measured 170.0 us" in decision.reason and "epilogue" in decision.reason
@@ -104,30 +109,28 @@ def test_an_epilogue_rides_on_the_kernel_measured_for_the_plain_product(tmp_path
     assert all(s.epilogue is None for s in table_specs(H200))
 
 
-def test_a_gated_product_takes_the_kernel_of_twice_its_columns(tmp_path):
+def test_a_gated_product_takes_the_kernel_of_twice_its_columns(use):
     problem = problem_of("gated_silu", n=2048)
-    use(tmp_path, entry(GemmProblem.dense(4096, 4096, 4096)))
+    use(entry(GemmProblem.dense(4096, 4096, 4096)))
     decision = choose(problem, H200)
     assert decision.source == "user table" and decision.spec is not None
     assert (decision.spec.tile_n, decision.spec.d_tile_n) == (256, 128)
 
 
-def test_a_measured_kernel_that_cannot_hold_the_epilogue_gives_way(tmp_path):
+def test_a_measured_kernel_that_cannot_hold_the_epilogue_gives_way(use):
     problem = problem_of("everything")
     plain = replace(problem, epilogue=None, operands=())
-    use(tmp_path, entry(plain, tile_m=256, tile_n=192, num_stages=3, epi_tile_n=16))
+    use(entry(plain, tile_m=256, tile_n=192, num_stages=3, epi_tile_n=16))
     decision = choose(problem, H200, kernel_only=True)
     assert decision.source == "model" and decision.spec is not None
     assert decision.spec.acc_registers < 192
 
 
 @pytest.mark.parametrize(("kernel_us", "runs"), [(176.0, True), (190.0, False)])
-def test_xla_keeps_a_plain_product_that_it_wins_by_more_than_a_pass_over_d(
-    tmp_path, kernel_us, runs
-):
+def test_xla_keeps_a_plain_product_that_it_wins_by_more_than_a_pass_over_d(use, kernel_us, runs):
     problem = problem_of("bias")  # a pass over 33.5 MB takes 7.8 us
     plain = replace(problem, epilogue=None, operands=())
-    use(tmp_path, entry(plain, prefer="xla", kernel_us=kernel_us, xla_us=172.0))
+    use(entry(plain, prefer="xla", kernel_us=kernel_us, xla_us=172.0))
     assert choose(plain, H200).spec is None
     decision = choose(problem, H200)
     assert (decision.spec is not None) == runs
@@ -135,14 +138,14 @@ def test_xla_keeps_a_plain_product_that_it_wins_by_more_than_a_pass_over_d(
     assert choose(problem, H200, kernel_only=True).spec is not None
 
 
-def test_what_a_table_leaves_to_xla_is_unsupported_where_no_kernel_could_run_it(tmp_path):
+def test_what_a_table_leaves_to_xla_is_unsupported_where_no_kernel_could_run_it(use):
     found = set()
     for name in STANDARD:
         problem = problem_of(name)
         plain = replace(problem, epilogue=None, operands=())
         if problem_violations(plain):
             continue
-        use(tmp_path, entry(plain, prefer="xla", kernel_us=900.0, xla_us=100.0, tile_n=128))
+        use(entry(plain, prefer="xla", kernel_us=900.0, xla_us=100.0, tile_n=128))
         decision, strict = (choose(problem, H200, kernel_only=x) for x in (False, True))
         assert (decision.source == "unsupported") == (strict.spec is None), name
         assert (strict.source == "unsupported") == (strict.spec is None), name

@@ -18,7 +18,6 @@ from jax_hopper_gemm.dispatch import (
     choice,
     choose,
     legal_specs,
-    load_table,
     problem_violations,
     table_specs,
 )
@@ -261,7 +260,7 @@ def entry(problem: GemmProblem, prefer: Literal["kernel", "xla"] = "kernel") -> 
     return Entry(Key.of(problem), prefer, spec, RasterOrder("n", 4), 512.5, 70598.0)
 
 
-def test_tables_hold_grouped_products_by_the_mean_size_of_their_groups(tmp_path):
+def test_tables_hold_grouped_products_by_the_mean_size_of_their_groups(tmp_path, use_table):
     entries = [entry(p) for p in (ROWS, CONTRACTION)]
     dense = GemmProblem.dense(4096, 4096, 4096)
     plain = replace(entry(dense), spec=replace(entry(dense).spec, grouped=None))
@@ -270,7 +269,7 @@ def test_tables_hold_grouped_products_by_the_mean_size_of_their_groups(tmp_path)
     table = read_table(path)
     assert set(table.entries.values()) == {*entries, plain}
     assert '"grouped"' not in path.read_text().splitlines()[3], "dense entries come first"
-    load_table(path)
+    use_table(path)
     for measured, problem in zip(entries, (ROWS, CONTRACTION), strict=True):
         decision = choose(problem, H200)
         assert decision.source == "user table" and decision.spec == measured.spec
@@ -282,9 +281,9 @@ def test_tables_hold_grouped_products_by_the_mean_size_of_their_groups(tmp_path)
     assert choose(far, H200).source == choose(fewer, H200).source == "model"
 
 
-def test_an_epilogue_rides_on_the_kernel_measured_for_the_grouped_product(tmp_path):
+def test_an_epilogue_rides_on_the_kernel_measured_for_the_grouped_product(tmp_path, use_table):
     write_table(Table.of(H200, [entry(ROWS)], "here"), tmp_path / "table.json")
-    load_table(tmp_path / "table.json")
+    use_table(tmp_path / "table.json")
     graph = STANDARD["bias"]
     biased = replace(ROWS, epilogue=graph, operands=(MatrixLayout("n", 0, 1536),))
     decision = choose(biased, H200)
@@ -326,9 +325,9 @@ def test_kernels_that_gather_can_be_built_ahead(problem, operand):
     assert max(spec.tile_m * spec.tile_n for spec in specs) == 128 * 256
 
 
-def test_a_gathering_kernel_takes_the_configuration_measured_without(tmp_path):
+def test_a_gathering_kernel_takes_the_configuration_measured_without(tmp_path, use_table):
     write_table(Table.of(H200, [entry(ROWS)], "here"), tmp_path / "table.json")
-    load_table(tmp_path / "table.json")
+    use_table(tmp_path / "table.json")
     decision = choose(regrouped(ROWS, gathered="a", source_rows=8192), H200)
     assert decision.source == "user table" and decision.spec is not None
     assert (decision.spec.tile_n, decision.spec.gathered) == (96, "a")

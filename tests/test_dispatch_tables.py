@@ -16,7 +16,6 @@ from jax_hopper_gemm.dispatch import (
     choice,
     choose,
     legal_specs,
-    load_table,
     table_specs,
 )
 from jax_hopper_gemm.dispatch import table as tables
@@ -30,7 +29,6 @@ from jax_hopper_gemm.dispatch.table import (
     write_table,
 )
 from jax_hopper_gemm.dispatch.tuner import (
-    Effort,
     merged_table,
     ranked_candidates,
     tuned_entry,
@@ -101,10 +99,10 @@ def test_tables_name_policies_of_streams_where_a_kernel_has_them(tmp_path):
     assert [row["kernel"].get("short_boxes") for row in rows] == [True, None]
 
 
-def test_user_table_precedes_the_model(tmp_path):
+def test_user_table_precedes_the_model(tmp_path, use_table):
     measured = entry()
     assert choose(SQUARE, H200).source == "model"
-    load_table(saved(tmp_path, measured))
+    use_table(saved(tmp_path, measured))
     decision = choose(SQUARE, H200)
     assert (decision.spec, decision.raster_order) == (measured.spec, measured.raster_order)
     assert decision.source == "user table"
@@ -115,7 +113,7 @@ def test_user_table_precedes_the_model(tmp_path):
     assert choose(other, H200).source == "model"
 
 
-def test_user_table_precedes_the_packaged_one(tmp_path, monkeypatch):
+def test_user_table_precedes_the_packaged_one(tmp_path, use_table, monkeypatch):
     measured = Table.of(H200, [entry(tile_n=128, epi_tile_n=32)], "packaged")
     packaged = replace(measured, source="table")
     monkeypatch.setattr(tables, "packaged_table", lambda device: packaged)
@@ -123,40 +121,29 @@ def test_user_table_precedes_the_packaged_one(tmp_path, monkeypatch):
     decision = choose(SQUARE, H200)
     assert decision.source == "table" and decision.spec == packaged.entries[Key.of(SQUARE)].spec
     assert decision.spec in table_specs(H200)
-    load_table(saved(tmp_path, entry()))
+    use_table(saved(tmp_path, entry()))
     assert choose(SQUARE, H200).source == "user table"
     choice._choose.cache_clear()
 
 
-def test_later_user_tables_precede_earlier_ones_and_the_environment(tmp_path, monkeypatch):
-    environment = saved(tmp_path, entry(tile_m=64), name="environment.json")
-    monkeypatch.setenv(tables.TABLE_VARIABLE, str(environment))
-    spec = choose(SQUARE, H200).spec
-    assert spec is not None and spec.tile_m == 64
-    for tile_m in (128, 192):
-        load_table(saved(tmp_path, entry(tile_m=tile_m, tile_n=160), name=f"{tile_m}.json"))
-        spec = choose(SQUARE, H200).spec
-        assert spec is not None and spec.tile_m == tile_m
-
-
-def test_a_table_serves_only_its_own_kind_of_gpu(tmp_path):
-    load_table(saved(tmp_path, entry(), device=Device((9, 0), 114)))
+def test_a_table_serves_only_its_own_kind_of_gpu(tmp_path, use_table):
+    use_table(saved(tmp_path, entry(), device=Device((9, 0), 114)))
     assert choose(SQUARE, H200).source == "model"
     assert choose(SQUARE, Device((9, 0), 114)).source == "user table"
 
 
-def test_a_measured_xla_still_names_the_best_kernel(tmp_path):
-    load_table(saved(tmp_path, entry(prefer="xla")))
+def test_a_measured_xla_still_names_the_best_kernel(tmp_path, use_table):
+    use_table(saved(tmp_path, entry(prefer="xla")))
     decision = choose(SQUARE, H200)
     assert decision.spec is None and decision.source == "user table"
     assert decision.reason.startswith("XLA is faster: best kernel measured 170.5 us, XLA 174.8 us")
     assert choose(SQUARE, H200, kernel_only=True).spec == entry().spec
 
 
-def test_a_measured_kernel_overrules_the_rules_for_xla(tmp_path):
+def test_a_measured_kernel_overrules_the_rules_for_xla(tmp_path, use_table):
     large = GemmProblem.dense(4096, 4096, 4096, b_major="k")
     assert choose(large, H200).spec is None
-    load_table(saved(tmp_path, entry(large)))
+    use_table(saved(tmp_path, entry(large)))
     assert choose(large, H200).spec == entry(large).spec
 
 
@@ -195,13 +182,13 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: e["raster_order"].update(along="k"), ["along is 'k'"]),
     ],
 )
-def test_damaged_tables_say_where_and_why(tmp_path, change, words):
+def test_damaged_tables_say_where_and_why(tmp_path, use_table, change, words):
     path = damaged(tmp_path, change)
+    use_table(path)
     with pytest.raises(TableError) as error:
-        load_table(path)
+        choose(SQUARE, H200)
     for word in [path, *words]:
         assert word in str(error.value)
-    assert choose(SQUARE, H200).source == "model"
 
 
 @pytest.mark.parametrize(
@@ -209,16 +196,17 @@ def test_damaged_tables_say_where_and_why(tmp_path, change, words):
     [None, "", "{", "[]", b"\xff\xfe", 5000 * "9", 100_000 * "[", 100_000 * '{"version": '],
     ids=["absent", "empty", "cut short", "a list", "binary", "long", "deep", "deep fields"],
 )
-def test_files_that_are_no_table_are_named(tmp_path, content):
+def test_files_that_are_no_table_are_named(tmp_path, use_table, content):
     path = tmp_path / "broken.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    use_table(path)
     with pytest.raises(TableError, match=r"broken\.json"):
-        load_table(path)
+        choose(SQUARE, H200)
 
 
-def test_a_damaged_table_of_the_environment_names_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv(tables.TABLE_VARIABLE, str(tmp_path / "absent.json"))
+def test_a_damaged_table_of_the_environment_names_the_variable(tmp_path, use_table):
+    use_table(tmp_path / "absent.json")
     for _ in range(2):  # and again: the error is not swallowed the second time
         with pytest.raises(TableError, match=tables.TABLE_VARIABLE):
             choose(SQUARE, H200)
@@ -321,9 +309,7 @@ def test_a_lucky_first_time_does_not_win():
             first.add(spec)
         return 10.0 if lucky else 90.0 if (spec, raster_order) == candidates[0] else 95.0
 
-    found = tuned_entry(
-        SQUARE, H200, candidates, time_kernel, lambda: 100.0, effort=Effort(refinements=0)
-    )
+    found = tuned_entry(SQUARE, H200, candidates, time_kernel, lambda: 100.0)
     assert (found.spec, found.raster_order) == candidates[0] and found.kernel_us == 90.0
 
 

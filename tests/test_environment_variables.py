@@ -10,7 +10,8 @@ from support.cubin_samples import SPEC
 
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin import CubinError, lookup
-from jax_hopper_gemm.dispatch.table import TableError, UserTables, tables_of
+from jax_hopper_gemm.dispatch import TableError
+from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.lowering import fallback
 
@@ -30,8 +31,8 @@ def load_a_kernel(monkeypatch):
 
 
 def read_tables(monkeypatch):
-    monkeypatch.setattr("jax_hopper_gemm.dispatch.table._tables", UserTables())
-    tables_of(dispatch.H200)
+    tables._environment_tables.cache_clear()
+    dispatch.tables_of(dispatch.H200)
 
 
 CASES = {

@@ -13,7 +13,7 @@ from support.grouped_problems import random_problem as random_grouped_problem
 
 from jax_hopper_gemm.dispatch import H200, problem_violations
 from jax_hopper_gemm.dispatch.candidates import considered_specs, filled_spec
-from jax_hopper_gemm.dispatch.cost import rough_estimate, rough_times
+from jax_hopper_gemm.dispatch.cost import expected_times, rough_estimate
 from jax_hopper_gemm.dispatch.model import ROUNDING, best_kernel
 from jax_hopper_gemm.dispatch.outlines import outlined
 from jax_hopper_gemm.dispatch.several import (
@@ -60,7 +60,7 @@ def test_a_choice_is_that_among_all_kernels_and_no_outline_costs_more_than_its_k
             assert best == expected, problem
             assert best or reasons == against
         for problem_type, configs, kernels in outlined(problem):
-            costs = np.broadcast_to(rough_times(problem, kernels, H200).ns, len(configs))
+            costs = np.broadcast_to(expected_times(problem, kernels, H200).ns, len(configs))
             for config, ns in zip(configs, costs, strict=True):
                 if spec := filled_spec(config, problem_type):
                     cost = rough_estimate(problem, spec, H200).ns
@@ -72,7 +72,7 @@ def test_kernels_cost_the_same_one_by_one_and_at_once():
         specs = [x for x in considered_specs(problem) if x.d_major == problem.d.major]
         if not specs:  # the lengths of its lines are for its transpose alone
             continue
-        costs = np.broadcast_to(rough_times(problem, Several(specs), H200).ns, len(specs))
+        costs = np.broadcast_to(expected_times(problem, Several(specs), H200).ns, len(specs))
         alone = [rough_estimate(problem, spec, H200).ns for spec in specs]
         np.testing.assert_allclose(costs, alone, rtol=1e-12)
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jax_hopper_gemm.gemm.conversion import swizzled
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.wgmma_fragment import owner_of
@@ -15,7 +16,6 @@ from jax_hopper_gemm.viz.fragments import (
     fragment_element,
     staged_offset,
     stmatrix_row,
-    swizzled,
 )
 
 pytestmark = pytest.mark.pure

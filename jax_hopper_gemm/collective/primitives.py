@@ -248,11 +248,6 @@ def _scattered_dot_tangent_transpose(
     return [as_cotangent(x_tangent.aval, of_x), as_cotangent(w_tangent.aval, of_w), None, None]
 
 
-def _scattered_dot_tangent_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    tangents = [ad.instantiate_zeros(x) for x in tangents]
-    return jax.jvp(partial(_scattered_dot_tangent, **params), primals, tangents)
-
-
 def _gathered_dot_batch(
     axis_data: Any, args: Any, axes: Any, **params: Any
 ) -> tuple[list[Any], list[int]]:
@@ -299,7 +294,7 @@ scattered_dot_tangent_p = define_primitive(
     "hopper_scattered_dot_tangent",
     _scattered_dot_tangent,
     rules=Rules(
-        jvp=_scattered_dot_tangent_jvp,
+        jvp="reference",
         transpose=_scattered_dot_tangent_transpose,
         batch=_scattered_dot_tangent_batch,
     ),

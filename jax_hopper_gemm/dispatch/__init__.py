@@ -14,5 +14,4 @@ from .device import H200 as H200
 from .device import Device as Device
 from .legality import problem_violations as problem_violations
 from .table import TableError as TableError
-from .table import load_table as load_table
 from .table import tables_of as tables_of

@@ -100,15 +100,10 @@ def rough_estimate(problem: GemmProblem, spec: GemmSpec, device: Device) -> Esti
     return _estimate(problem, spec, ROUGH, device)
 
 
-def rough_times(problem: GemmProblem, kernels: Several, device: Device) -> Times:
-    """Returns the same of kernels of one type, in arrays."""
-    return _times(problem, kernels, ROUGH, device)
-
-
 def _estimate(
     problem: GemmProblem, spec: GemmSpec, orders: Iterable[RasterOrder], device: Device
 ) -> Estimate:
-    t = _times(problem, spec, orders, device)
+    t = expected_times(problem, spec, device, orders)
     tiles = expected_tiles(problem.as_run_by(spec), spec)
     bound = "L2" if t.by_loads else "FMA units" if spec.simt_width else "tensor cores"
     bound = "device memory" if t.memory_ns > t.sm_ns else bound
@@ -128,10 +123,13 @@ class Times(NamedTuple):
     waves: Waves
 
 
-def _times(
-    problem: GemmProblem, spec: GemmSpec | Several, orders: Iterable[RasterOrder], device: Device
+def expected_times(
+    problem: GemmProblem,
+    spec: GemmSpec | Several,
+    device: Device,
+    orders: Iterable[RasterOrder] = ROUGH,
 ) -> Times:
-    """Returns the expected times of a kernel, or several, in the best of some orders of tiles."""
+    """Returns the expected times of a kernel, or several of a type, in the best of some orders."""
     s: Any = spec
     p, memory = problem.as_run_by(s), memory_bytes(problem, s, orders, device)
     if s.simt_width:

@@ -42,11 +42,11 @@ COLUMN_SCALES_CYCLES, PIECE_CYCLES = 90.0, 40.0
 # columns that share what is loaded; counted 2.2 and 1.7.
 CONVERSION_INSTRUCTIONS = 2.2
 INT4_INSTRUCTIONS = {1: 2.0, 2: 1.5}
-CONVERSION_LEAK = 0.3  # assumed: of the faster of conversion and multiplication
 PARTS_LOSS = 1.42  # measured: of a k-tile whose operands the kernel cuts, 1.35 to 1.48
-# Fitted over 9 kernels of 1 and 64 rows, which then err by 6 % (rms): the same of so few, and what
-# it takes to begin a k-tile. Measured: an instruction whose other operand is in registers.
-FEW_ROWS_LEAK = 0.3
+# Fitted over 9 kernels of 1 and 64 rows, which then err by 6 % (rms): of the faster of conversion
+# and multiplication, assumed the same with more rows, and what it takes to begin a k-tile.
+# Measured: an instruction whose other operand is in registers.
+CONVERSION_LEAK = 0.3
 LEAST_MMA_CYCLES = 16.0
 BEGIN_CYCLES = 40.0
 SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
@@ -119,8 +119,8 @@ def _converting_cycles(spec: GemmSpec) -> float:
         alone = (blocks % 2 > 0) | (s.b_major == "k")
         of_element = where(alone, INT4_INSTRUCTIONS[1], INT4_INSTRUCTIONS[2])
     converted = s.tile_n * s.tile_k * of_element * ISSUE_CYCLES / 128
-    leak = where(s.tile_m <= 64, FEW_ROWS_LEAK, CONVERSION_LEAK)
-    cycles = most(multiplied, converted) + leak * least(multiplied, converted) + BEGIN_CYCLES
+    faster, slower = least(multiplied, converted), most(multiplied, converted)
+    cycles = slower + CONVERSION_LEAK * faster + BEGIN_CYCLES
     if s.k_group:
         scaled = s.tile_m * s.tile_n * ISSUE_CYCLES / 128 + SCALING_CYCLES
         cycles += s.tile_k / s.k_group * scaled

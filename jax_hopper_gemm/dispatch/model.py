@@ -20,7 +20,7 @@ from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.simt import VECTOR
 from ..gemm.spec import GemmSpec
 from .candidates import considered_specs, filled_spec, worthwhile
-from .cost import LAUNCH_NS, Estimate, copying_ns, roofline_ns, rough_estimate, rough_times
+from .cost import LAUNCH_NS, Estimate, copying_ns, expected_times, roofline_ns, rough_estimate
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
@@ -117,7 +117,7 @@ def _least_outlined(problem: GemmProblem, device: Device) -> Best | None:
 
 def _outlined_ns(problem: GemmProblem, kernels: Several, device: Device) -> Any:
     """Returns costs of outlines, infinite where their kernels would not be considered."""
-    ns, *_, waves = rough_times(problem, kernels, device)
+    ns, *_, waves = expected_times(problem, kernels, device)
     ns = _doubtful_ns(kernels, ns, waves.number)
     left_out = kernels.split_k > waves.shared.gains
     left_out |= _is_unlikely(problem, kernels)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import median
 
 from ..gemm.problem import GemmProblem
@@ -24,6 +23,12 @@ from .memory_traffic import best_raster_order
 from .table import Entry, Key, Table
 
 Candidate = tuple[GemmSpec, RasterOrder]
+
+REFINEMENTS = 2  # how often the fastest candidate's `variants` are timed too, at most
+# How many of the fastest are timed again, in turns with XLA so that they share clock and
+# temperature; the medians decide.
+FINALISTS = 3
+ROUNDS = 3  # how often the finalists are timed
 
 
 def ranked_candidates(problem: GemmProblem, device: Device, count: int = 24) -> list[Candidate]:
@@ -70,20 +75,6 @@ def _details(candidate: Candidate) -> tuple:
     return (spec.tile_scheduler, spec.epi_tile_n, spec.evict_first, raster_order)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much tuning one problem times."""
-
-    refinements: int = 2  # how often the fastest candidate's `variants` are timed too, at most
-    # How many of the fastest are timed again, in turns with XLA so that they share clock and
-    # temperature; the medians decide.
-    finalists: int = 3
-    rounds: int = 3  # how often the finalists are timed
-
-
-USUAL_EFFORT = Effort()
-
-
 def tuned_entry(
     problem: GemmProblem,
     device: Device,
@@ -91,7 +82,6 @@ def tuned_entry(
     time_kernel: Callable[[GemmSpec, RasterOrder], float],
     time_xla: Callable[[], float],
     *,
-    effort: Effort = USUAL_EFFORT,
     progress: Callable[[Candidate, float], None] = lambda candidate, microseconds: None,
 ) -> Entry:
     """Returns the entry for `problem`: the fastest kernel found, and whether XLA beats it.
@@ -100,7 +90,6 @@ def tuned_entry(
       candidates: timed once each.
       time_kernel: microseconds of a candidate; infinity where it cannot run.
       time_xla: microseconds of XLA's product.
-      effort: how much is timed.
       progress: is told every candidate and its first time.
 
     Raises:
@@ -124,14 +113,14 @@ def tuned_entry(
             f"none of {len(times)} candidates could run M={problem.m} N={problem.n} "
             f"K={problem.k} L={problem.l}"
         )
-    for _ in range(effort.refinements):
+    for _ in range(REFINEMENTS):
         (leader,) = fastest(1)
         sweep(variants(problem, device, leader))
         if fastest(1) == [leader]:
             break
-    kernel_times: dict[Candidate, list[float]] = {c: [] for c in fastest(effort.finalists)}
+    kernel_times: dict[Candidate, list[float]] = {c: [] for c in fastest(FINALISTS)}
     xla_times: list[float] = []
-    for _ in range(effort.rounds):
+    for _ in range(ROUNDS):
         for candidate, measured in kernel_times.items():
             measured.append(time_kernel(*candidate))
             xla_times.append(time_xla())

@@ -13,7 +13,7 @@ from .op_table import Uncovered
 Axes = tuple[str | None, ...]
 
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
+_LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 class Place:

@@ -24,8 +24,7 @@ TILE_LIMIT = 256  # columns of the widest tile
 
 # Operations that move no data, or that XLA leaves out.
 _FREE = {
-    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "optimization_barrier",
-    *op_table.SAME,
+    "broadcast_in_dim", "reshape", "squeeze", "optimization_barrier", *op_table.SAME,
 }  # fmt: skip
 _KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on elements
 _EXACT = {*_FREE, "abs", "convert_element_type", "neg", "transpose"}  # the same bits anywhere

@@ -11,14 +11,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from .jaxprs import varying_together
+from .jaxprs import CALLS, varying_together
 
-# Calls that mean no more than their jaxpr, and the parameter that holds it.
-_CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "remat": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
-}  # fmt: skip
+# Nobody differentiates the list, so these are no more than their jaxpr either.
+_CALLS = CALLS | {"remat2": "jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 class NotFusable(ValueError):
@@ -173,7 +169,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "pow": _exactly(np.power),
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
-_RESHAPING = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
+_RESHAPING = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _SAME = {"convert_element_type", "copy", "stop_gradient", *VARYING}
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # JAX 0.12 does not type it
 else:
     ClosedJaxpr = core.ClosedJaxpr
 
-INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
+# Calls that mean no more than their jaxpr, and the parameter that holds it.
+INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr"}  # JAX 0.12 has the former alone
+CALLS = INLINED | {"custom_jvp_call": "call_jaxpr"}
 
 
 def varying_together(*arrays: Any) -> list[jax.Array]:

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from .jaxprs import INLINED, is_inexact
+from .jaxprs import CALLS, is_inexact
 from .op_table import COMPARISONS, SAME
 
-_CALLS = INLINED | {"custom_jvp_call": "call_jaxpr"}
 _STEPS = {"sign", "floor", "ceil", "round", "rem"}
 _KINKS = {"clamp", "max", "min"}  # operations whose derivative jumps
 _BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
 _MOVES = {
-    "broadcast_in_dim", "convert_element_type", "expand_dims", "live_rows", "reshape", "squeeze",
-    "transpose", *SAME,
+    "broadcast_in_dim", "convert_element_type", "live_rows", "reshape", "squeeze", "transpose",
+    *SAME,
 }  # fmt: skip
 _HOMOGENEOUS = {"abs", "max", "min", "neg", *_MOVES}  # f(s * x, 0) = s * f(x, 0) for s > 0
 
@@ -56,8 +55,8 @@ class _Search:
                 self._zeros.update(equation.outvars)
             elif not sources:
                 continue
-            elif name in _CALLS:
-                self._follow_call(equation, equation.params[_CALLS[name]].jaxpr)
+            elif name in CALLS:
+                self._follow_call(equation, equation.params[CALLS[name]].jaxpr)
             else:
                 jumps = _jumps(equation)
                 if (jumps or name in self._kinks) and not self._is_kept(name, atoms):

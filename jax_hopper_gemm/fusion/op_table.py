@@ -161,7 +161,7 @@ _PLAIN = (
     "sqrt", "rsqrt", "tanh", "logistic", "erf", "erfc", "sin", "cos", "add", "sub", "mul", "div",
     "max", "min", "pow", "lt", "le", "gt", "ge", "is_finite",
 )  # fmt: skip
-SAME = ("copy", "copy_p", "stop_gradient", "pvary", "reshard")  # operations that change no number
+SAME = ("copy", "stop_gradient", "pvary", "reshard")  # operations that change no number
 _CONVERSIONS = ("convert_element_type", *SAME)
 _RULES: dict[str, Rule] = {
     **{op: _plain(op) for op in _PLAIN},

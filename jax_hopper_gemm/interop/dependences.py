@@ -5,12 +5,13 @@ Products are bits of masks, in the program's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from math import prod
 from typing import Any
 
 from ..fusion.op_table import COMPARISONS
+from ..fusion.residuals import variables
 from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone
 from .program import Program, converts_sums
 
@@ -198,12 +199,27 @@ class Dependences:
         return bool((self.cone.get(variable, 0) | self.statistics.get(variable, 0)) & bits)
 
 
-def joined(products: dict[Any, int], variables: Iterable[Any]) -> int:
+def joined(products: dict[Any, int], read: Iterable[Any]) -> int:
     """Returns the products of all these variables."""
     bits = 0
-    for x in variables:
+    for x in read:
         bits |= products.get(x, 0)
     return bits
+
+
+def dependence(equations: Sequence[Any], among: Iterable[int]) -> Callable[[int, int], bool]:
+    """Returns a function that says whether an equation depends on another one of these, `among`."""
+    bits = {number: 1 << i for i, number in enumerate(sorted(among))}
+    of: dict[Any, int] = {}  # by variable
+    found: dict[int, int] = {}
+    for number, equation in enumerate(equations):
+        mask = joined(of, variables(equation.invars))
+        if number in bits:
+            found[number] = mask
+            mask |= bits[number]
+        if mask:
+            of.update(dict.fromkeys(equation.outvars, mask))
+    return lambda one, other: bool(found[one] & bits[other])
 
 
 def _is_matrix(variable: Any) -> bool:

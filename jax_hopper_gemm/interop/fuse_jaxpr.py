@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, pass_ns
+from ..fusion.jaxprs import CALLS
 from ..fusion.jumps import read_across_a_jump
 from ..fusion.memo import memoised, structure
 from ..fusion.residuals import variables
@@ -24,7 +25,7 @@ from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences
-from .kinds import CALLS, PRODUCTS, Along, is_inlined
+from .kinds import PRODUCTS, Along, is_inlined
 from .placement import in_place, updates_ordered
 from .program import Program
 from .region import Region

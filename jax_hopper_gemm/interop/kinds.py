@@ -8,6 +8,7 @@ from typing import Literal as OneOf
 
 from jax import numpy as jnp
 
+from ..fusion.jaxprs import CALLS
 from ..fusion.op_table import covered
 from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, name_of, names
 from ..primitives.dot import hopper_dot_p
@@ -16,20 +17,15 @@ from ..primitives.ragged_dot import hopper_ragged_dot_p
 Kind = OneOf["product", "elementwise", "layout", "reduction", "other"]
 Along = OneOf["rows", "columns"]  # what a reduction takes together
 
-# Calls that mean no more than their jaxpr, and the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}  # fmt: skip
-LAYOUTS = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")  # of what meets a product
+LAYOUTS = ("broadcast_in_dim", "reshape", "squeeze")  # of what meets a product
 MOVES = (*LAYOUTS, "transpose")  # also of products, if they move axes of extent 1 alone
 # Operations that XLA computes together with what their operands come from.
 FUSED_BY_XLA = frozenset(
     {
         "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
-        "convert_element_type", "dynamic_slice", "expand_dims", "gather", "pad", "reduce_and",
-        "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
-        "slice", "split", "squeeze", "transpose",
+        "convert_element_type", "dynamic_slice", "gather", "pad", "reduce_and", "reduce_max",
+        "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev", "slice", "split",
+        "squeeze", "transpose",
     }
 )  # fmt: skip
 PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)

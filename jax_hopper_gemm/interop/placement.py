@@ -14,7 +14,7 @@ from ..primitives.dot import hopper_dot_p
 from ..primitives.dots import hopper_dots_p
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
-from .dependences import joined
+from .dependences import dependence
 from .region import Region
 
 LAUNCHED = (hopper_dot_p, hopper_dots_p, hopper_ragged_dot_p, hopper_fused_p)
@@ -71,7 +71,7 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
         for x in found:
             if x in readers:
                 readers[x].append(i)
-    depends = _dependence(equations, inputs, {*updates, *chain(*readers.values())})
+    depends = dependence(equations, {*updates, *chain(*readers.values())})
     waits: dict[int, dict[int, list[int]]] = {}  # by update and input, the readers to wait for
     for i, numbers in updates.items():
         for number in numbers:
@@ -83,24 +83,6 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
         return list(equations)
     stored = {*chain(*inputs), *variables(results)}
     return _Waiting(equations, makers, waits, depends, stored).ordered
-
-
-def _dependence(
-    equations: Sequence[Any], inputs: Sequence[Iterable[Any]], among: set[int]
-) -> Callable[[int, int], bool]:
-    """Returns a function that says whether an equation depends on another one of these, `among`."""
-    bits = {number: 1 << i for i, number in enumerate(sorted(among))}
-    of: dict[Any, int] = {}  # by variable
-    found: dict[int, int] = {}
-    for i, equation in enumerate(equations):
-        mask = joined(of, inputs[i])
-        if i in bits:
-            found[i] = mask
-            mask |= bits[i]
-        if mask:
-            for x in equation.outvars:
-                of[x] = mask
-    return lambda one, other: bool(found[one] & bits[other])
 
 
 def _overwritten(equation: Any) -> list[int]:

@@ -22,7 +22,7 @@ from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from ..fusion.jaxprs import spliced, traced_once
+from ..fusion.jaxprs import CALLS, spliced, traced_once
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
@@ -49,9 +49,8 @@ RAGGED = "ragged_dot_general"
 # or a pattern that a compiler matches by its operations.
 ENTERED = frozenset(
     {
-        "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_linear_solve",
-        "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "pjit", "remat", "remat2",
-        "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
+        *CALLS, "cond", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr",
+        "remat2", "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
     }
 )  # fmt: skip
 

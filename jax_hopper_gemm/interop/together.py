@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..lowering.route import route
 from ..primitives.dot import hopper_dot_p
 from ..primitives.dots import hopper_dots_p, request_of_dots
 from ..primitives.fused_dot import hopper_fused_p
+from .dependences import dependence
 
 
 class _NoPlace(Exception):
@@ -63,7 +64,7 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
     shared = [same for x in several for same in _by_epilogue(x, device) if len(same) > 1]
     if not shared:
         return list(equations)
-    depends = _dependence(equations, shared)
+    depends = dependence(equations, {x.number for members in shared for x in members})
     groups = [
         faster
         for members in shared
@@ -124,29 +125,14 @@ def _by_epilogue(members: Sequence[_Member], device: Device) -> Iterable[list[_M
     return found.values()
 
 
-def _dependence(equations: Sequence[Any], groups: Iterable[Sequence[_Member]]) -> dict[int, int]:
-    """Returns by number of a product those that it depends on, as bits at their numbers."""
-    numbers = {member.number for group in groups for member in group}
-    of: dict[Any, int] = {}
-    found: dict[int, int] = {}
-    for number, equation in enumerate(equations):
-        bits = 0
-        for x in variables(equation.invars):
-            bits |= of.get(x, 0)
-        if number in numbers:
-            found[number] = bits
-            bits |= 1 << number
-        if bits:
-            of.update(dict.fromkeys(equation.outvars, bits))
-    return found
-
-
-def _independent(members: Sequence[_Member], depends: dict[int, int]) -> list[list[_Member]]:
+def _independent(
+    members: Sequence[_Member], depends: Callable[[int, int], bool]
+) -> list[list[_Member]]:
     """Returns groups of neighbouring products none of which depends on another of its group."""
     groups: list[list[_Member]] = [[]]
     for member in members:
-        before = sum(1 << x.number for x in groups[-1])
-        if depends[member.number] & before or len(groups[-1]) == MAX_PANELS:
+        after = any(depends(member.number, x.number) for x in groups[-1])
+        if after or len(groups[-1]) == MAX_PANELS:
             groups.append([])
         groups[-1].append(member)
     return groups

@@ -11,20 +11,17 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from ..fusion.jaxprs import CALLS
+
 # Equations that keep weights what they are: of the first operand.
 KEEPING = frozenset(
     {
-        "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims",
-        "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
+        "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape",
+        "sharding_constraint", "slice", "squeeze", "transpose",
     }
 )  # fmt: skip
 # Calls whose inner program has the equation's operands, and its results.
-CALLS = frozenset(
-    {
-        "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit",
-        "pjit", "remat", "remat2", "shard_map",
-    }
-)  # fmt: skip
+PASSING = frozenset({*CALLS, "custom_vjp_call", "remat2", "shard_map"})
 
 Marks = tuple[bool, ...]  # which variables are weights
 
@@ -51,7 +48,7 @@ class Weights:
         name, marks = equation.primitive.name, self.marks(equation.invars)
         if name in KEEPING:
             return list(equation.outvars) if marks[0] else []
-        if not any(marks) or name not in CALLS | {"scan"}:
+        if not any(marks) or name not in PASSING | {"scan"}:
             return []
         inner = [x for x in map(_open, equation.params.values()) if x is not None]
         if len(inner) != 1:
@@ -64,7 +61,7 @@ class Weights:
     def into(self, equation: Any, parameter: str) -> Marks:
         """Returns the marks of the arguments of a program that an equation has as a parameter."""
         name, params, marks = equation.primitive.name, equation.params, self.marks(equation.invars)
-        if name in CALLS:
+        if name in PASSING:
             return marks
         if name == "cond":
             return marks[1:]

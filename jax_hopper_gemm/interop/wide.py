@@ -13,10 +13,9 @@ from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Literal
 
-from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..fusion.jaxprs import CALLS, ClosedJaxpr, traced
 from ..fusion.memo import interned, memoised
 from ..primitives.segments import segment_mask
-from .kinds import CALLS
 
 WIDE = np.dtype(np.float32)
 

@@ -22,9 +22,9 @@ from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.problem import GemmProblem
 from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
-from ..launch import ffi_target
+from ..launch.ffi_target import TARGET, launcher_violation
 from .decide import Decision, Form, decide, forms_of, reads_in_order
-from .devices import current_device, lowers_shard
+from .devices import current_device, lowers_shard, platforms_of
 from .origins import MlirValues, Origin, Source, source_of
 from .request import Request
 from .route import Route, route
@@ -66,6 +66,13 @@ class Call:
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
         """Returns how the product of these operands runs; see `route`."""
         return route(self.request, device_of(ctx), kernel_only=kernel_only)
+
+    def left_to_xla(self, ctx: mlir.LoweringRuleContext) -> bool:
+        """Whether no kernel could run the product, or none can be launched at all."""
+        if platforms_of(ctx) != ("cuda",):
+            return False
+        route = self.route(ctx, kernel_only=self.insists)
+        return not route.supported or launcher_violation() is not None
 
     def decided(self, ctx: mlir.LoweringRuleContext) -> tuple[Call, Decision]:
         """Returns the decision how the product runs, and the call of its form."""
@@ -279,7 +286,7 @@ class Launch:
 def launches_in(module: Any) -> list[Launch]:
     """Returns the launches of a StableHLO module, in its order."""
     found = []
-    for call in custom_calls(module, ffi_target.TARGET):
+    for call in custom_calls(module, TARGET):
         config = call.attributes["mhlo.backend_config"]
         digest, spec, name = (config[field].value for field in ("digest", "spec", "name"))
         found.append(Launch(digest, spec, name, tuple(config["plan"])))

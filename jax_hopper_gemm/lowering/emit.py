@@ -42,11 +42,9 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
       NotImplementedError: none runs the product, and the user insists on one or wants an error.
       ForkedError: the process was forked from one that had kernels loaded.
     """
-    chosen, decision = call.decided(ctx)
-    route = decision.route.unless(_partition_violation(ctx) or launcher_violation())
-    if route.path == "hopper":
-        ffi_library.refuse_fork()
-        return emit_launch(ctx, chosen, route)
+    results, route = launched(ctx, call)
+    if results is not None:
+        return results
     if call.insists:
         raise NotImplementedError(
             f"{call.request.options.insists}: no kernel runs {call.request}: {route.reason}"
@@ -54,6 +52,16 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
     if not route.supported:
         fallback.report_fallback(ctx, f"XLA runs {call.request}: {route.reason}")
     return None
+
+
+def launched(ctx: mlir.LoweringRuleContext, call: Call) -> tuple[list[Any] | None, Route]:
+    """Emits the launch as `lower_call`, and says how the product runs; nothing is insisted on."""
+    chosen, decision = call.decided(ctx)
+    route = decision.route.unless(_partition_violation(ctx) or launcher_violation())
+    if route.path == "xla":
+        return None, route
+    ffi_library.refuse_fork()
+    return emit_launch(ctx, chosen, route), route
 
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:

@@ -65,16 +65,7 @@ def finish_partials(
                        -inf has 0 and one with +inf has inf. NaN if the row has one.
       max              ()
       top_k_*          (L, M, k), as it is
-
-    Raises:
-      ValueError: `result` is a matrix, or `partials` has another rank than such results have.
     """
-    rank = 4 if result.kind == "row_sumexp" else 3
-    if result.kind == "matrix" or partials.ndim != rank:
-        raise ValueError(
-            f"finish_partials: {result.kind} of shape {partials.shape}; expected a reduction with "
-            f"the {rank} axes that plan.result_shapes gives it. Matrices come finished."
-        )
     if result.kind in ("column_sum", "row_sum"):
         return _sum(partials, in_order)
     if result.kind == "row_max":

@@ -21,7 +21,7 @@ from .batch_invariance import in_contexts
 from .complex_products import by_parts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
-from .steps import SCALES, Steps, result_dtypes, traced
+from .steps import SCALES, Gate, Steps, result_dtypes, traced
 from .substitute import final_product, with_hopper_dot
 
 
@@ -33,11 +33,22 @@ class JaxProduct:
     function: Callable[..., jax.Array]
     named: tuple[tuple[str, Any], ...]  # pairs of a name and an argument
     dtype: Any = None  # of the product, where the options name no single one
+    stacked: bool = False  # whether the right operand holds gate and up, along its second axis
 
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of the arrays."""
         function = by_parts(self.function, options.precision)
         return partial(function, **options.of_dot(), **dict(self.named))
+
+    def results(
+        self, function: Callable[..., jax.Array], lhs: Any, rights: tuple[Any, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Returns what `function` makes of a left operand and each right one, or half of one."""
+        found = tuple(function(lhs, rhs) for rhs in rights)
+        if not self.stacked:
+            return found
+        (both,) = found
+        return both[..., 0, :], both[..., 1, :]
 
 
 def run(
@@ -58,24 +69,49 @@ def run(
     dtype = product.dtype if preferred is None or isinstance(preferred, tuple) else preferred
     dtypes = result_dtypes(steps, dtype if preferred is None else preferred)
     options = in_contexts(replace(options, preferred_element_type=dtype))
+    if not steps.plain:
+        lhs, rhs = arrays
+        if dict(product.named).get("out_sharding") is not None:
+            (like,) = _wide_products(product, options, typeof(lhs), (typeof(rhs),))
+            operands = tuple(
+                jax.reshard(x, kept_sharding(like, x.shape)) if name in SCALES and x.ndim else x
+                for name, x in zip_longest(steps.named, operands)
+            )
+        return run_steps(product, lhs, (rhs,), steps, operands, options, dtypes)
     if is_replaced():
         check_kernel_unasked(steps.op, options.insists)
-        whole = replaced_product(product.with_options(options), *arrays)
-        return steps.after(whole, operands, whole.dtype, dtypes)
-    if steps.plain:
-        return _traced(product, arrays, options)
-    lhs, rhs = arrays
-    if dict(product.named).get("out_sharding") is not None:
-        like = _wide_product(product, options, typeof(lhs), typeof(rhs))
-        operands = tuple(
-            jax.reshard(x, kept_sharding(like, x.shape)) if name in SCALES and x.ndim else x
-            for name, x in zip_longest(steps.named, operands)
-        )
+        return replaced_product(product.with_options(options), *arrays)
+    return _traced(product, arrays, options)
+
+
+def run_steps(
+    product: JaxProduct,
+    lhs: Any,
+    rights: tuple[Any, ...],
+    steps: Steps | Gate,
+    operands: tuple[Any, ...],
+    options: Options,
+    dtypes: tuple[Any, ...] | None,
+) -> Any:
+    """Returns what follows a dense product, or those with gate and with up.
+
+    Args:
+      rights: the right operand; or gate and up; or one array that stacks them.
+      options: with those of the contexts.
+      dtypes: of the results, if the user named them.
+    """
+    if is_replaced():
+        check_kernel_unasked(steps.op, options.insists)
+        function = partial(replaced_product, product.with_options(options))
+        products = product.results(function, lhs, rights)
+        follow = traced(steps.op, steps, products, operands, products[0].dtype, dtypes)
+        return follow.apply(*products)
+    types = typeof(lhs), tuple(map(typeof, rights))
     own, operands = settled(
-        steps.op, steps, lambda: (_wide_product(product, options, typeof(lhs), typeof(rhs)),),
-        operands, eager=not isinstance(lhs, Tracer),
+        steps.op, steps, lambda: _wide_products(product, options, *types), operands,
+        eager=not isinstance(lhs, Tracer),
     )  # fmt: skip
-    return _traced_steps(product, lhs, rhs, operands, own, options, dtypes)
+    return _traced_steps(product, lhs, rights, operands, own, options, dtypes)
 
 
 # One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
@@ -90,38 +126,49 @@ def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> j
     return function(*arrays) if options.by_jax else with_hopper_dot(function, arrays, options)
 
 
+def _by_hopper_dot(function: Any, options: Options, *arrays: Any) -> jax.Array:
+    return with_hopper_dot(function, arrays, options)
+
+
 @memoised
-def _wide_product(product: JaxProduct, options: Options, lhs: Any, rhs: Any) -> Any:
-    """Returns the abstract value of a product as an epilogue sees it."""
+def _wide_products(
+    product: JaxProduct, options: Options, lhs: Any, rights: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Returns the abstract values of products as what follows them sees them."""
     function = product.with_options(options)
-    dtype = accumulator_dtype(abstract(function, lhs, rhs).dtype)
-    return abstract(partial(function, preferred_element_type=dtype), lhs, rhs)
+    dtype = accumulator_dtype(abstract(function, lhs, rights[0]).dtype)
+    wide = partial(function, preferred_element_type=dtype)
+    return abstract(partial(product.results, wide), lhs, rights)
 
 
 @partial(jax.jit, static_argnums=(0, 4, 5, 6), inline=INLINE)
 def _traced_steps(
     product: JaxProduct,
     lhs: Any,
-    rhs: Any,
+    rights: tuple[Any, ...],
     operands: tuple[Any, ...],
-    steps: Steps | Settled,
+    steps: Steps | Gate | Settled,
     options: Options,
     dtypes: tuple[Any, ...] | None,
 ) -> Any:
     function = product.with_options(options)
-    like = _wide_product(product, options, typeof(lhs), typeof(rhs))
-    dtype = abstract(function, lhs, rhs).dtype
-    wide = partial(function, preferred_element_type=like.dtype)
-    follow = traced(steps.op, steps, (like,), operands, dtype, dtypes)
+    likes = _wide_products(product, options, typeof(lhs), tuple(map(typeof, rights)))
+    dtype = abstract(function, lhs, rights[0]).dtype
+    wide = partial(function, preferred_element_type=likes[0].dtype)
+    follow = traced(steps.op, steps, likes, operands, dtype, dtypes)
     if options.by_jax:
-        return follow.apply(wide(lhs, rhs))
-    final = final_product(function, lhs, rhs)
+        return follow.apply(*product.results(wide, lhs, rights))
+    final = final_product(function, lhs, rights[0])
     if final is None:
-        return follow.apply(with_hopper_dot(wide, (lhs, rhs), options))
+        ours = partial(_by_hopper_dot, wide, options)
+        return follow.apply(*product.results(ours, lhs, rights))
+    subscripts = final.subscripts
+    if product.stacked:  # no axis of the result stands for gate and up
+        subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
-        follow.function, final.lhs, (final.rhs,), follow.operands,
-        Product(final.subscripts, options, final.out_sharding),
-        out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, like),
+        follow.function, final.lhs, (final.rhs, *rights[1:]), follow.operands,
+        Product(subscripts, options, final.out_sharding),
+        out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, likes[0]),
     )  # fmt: skip
     return follow.structured(results)

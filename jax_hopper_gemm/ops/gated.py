@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
-from jax import lax, typeof
+from jax import lax
 from jax import numpy as jnp
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ..fusion.jaxprs import abstract
-from ..fusion.memo import memoised
-from ..gemm.product import Implementation, Options, Product
-from ..primitives.fused_dot import accumulator_dtype, fused_dot
+from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import in_contexts, takes_batch_invariant
-from .dense_run import INLINE
+from .dense_run import JaxProduct, run_steps
 from .quantized import Quantized, as_quantized
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .recipes import Recipe, as_recipe
-from .replaced import check_kernel_unasked, is_replaced
-from .settled import Settled, settled
-from .steps import Gate, result_dtypes, traced
-from .substitute import final_product
+from .steps import Gate, result_dtypes
 from .weights import is_weights, widened
 
 
@@ -114,18 +105,11 @@ def gated_linear_unit(
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
         return run_with_epilogue(op, arrays, operands, gate, options)
     operands = (*factors, *biases, *scale)
-    if is_replaced():
-        check_kernel_unasked(op, options.insists)
-        products = _products(_dot(x, options), x, rights)
-        dtypes = result_dtypes(gate, preferred_element_type)
-        return traced(op, gate, products, operands, products[0].dtype, dtypes).apply(*products)
-    types = typeof(x), tuple(map(typeof, rights))
-    own, operands = settled(
-        op, gate, lambda: _wide_products(*types, options), operands,
-        eager=not isinstance(x, Tracer),
-    )  # fmt: skip
+    numbers = ((jnp.ndim(x) - 1,), (0,)), ((), ())
+    named = (("dimension_numbers", numbers),)
+    product = JaxProduct(lax.dot_general, named, stacked=len(rights) == 1)
     dtypes = result_dtypes(gate, preferred_element_type)
-    return _traced_gate(x, rights, operands, own, options, dtypes)
+    return run_steps(product, x, rights, gate, operands, options, dtypes)
 
 
 def _given(op: str, weights: Any) -> tuple[tuple[Any, ...], bool]:
@@ -156,53 +140,3 @@ def _widened(
     (both,) = factors
     both = jnp.broadcast_to(both, (*both.shape[:-2], 2, both.shape[-1]))
     return arrays[0], (both[..., 0, :], both[..., 1, :])
-
-
-@partial(jax.jit, static_argnums=(3, 4, 5), inline=INLINE)
-def _traced_gate(
-    x: Any,
-    rights: tuple[Any, ...],
-    operands: tuple[Any, ...],
-    gate: Gate | Settled,
-    options: Options,
-    dtypes: tuple[Any, ...] | None,
-) -> jax.Array:
-    dot = _dot(x, options)
-    dtype = abstract(dot, x, rights[0]).dtype
-    products = _wide_products(typeof(x), tuple(map(typeof, rights)), options)
-    dot = partial(dot, preferred_element_type=products[0].dtype)
-    follow = traced("gated_linear_unit", gate, products, operands, dtype, dtypes)
-    if options.by_jax:
-        return follow.apply(*_products(dot, x, rights))
-    final = final_product(dot, x, rights[0])
-    assert final is not None
-    subscripts = final.subscripts
-    if len(rights) == 1:  # no axis of the result stands for gate and up
-        subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
-    options = replace(options, precision=final.precision, preferred_element_type=dtype)
-    return fused_dot(
-        follow.function, x, rights, follow.operands, Product(subscripts, options),
-        out_dtypes=follow.dtypes,
-    )  # fmt: skip
-
-
-@memoised
-def _wide_products(x: Any, rights: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
-    """Returns the abstract values of both products as the gate sees them."""
-    dot = _dot(x, options)
-    dtype = accumulator_dtype(abstract(dot, x, rights[0]).dtype)
-    return abstract(partial(_products, partial(dot, preferred_element_type=dtype)), x, rights)
-
-
-def _dot(x: Any, options: Options) -> Any:
-    """Returns JAX's product of the last axis of `x` and the first one of a matrix."""
-    numbers = ((x.ndim - 1,), (0,)), ((), ())
-    return partial(lax.dot_general, dimension_numbers=numbers, **options.of_dot())
-
-
-def _products(dot: Any, x: Any, rights: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns both products by JAX's own multiplication."""
-    if len(rights) == 2:
-        return dot(x, rights[0]), dot(x, rights[1])
-    both = dot(x, rights[0])
-    return both[..., 0, :], both[..., 1, :]

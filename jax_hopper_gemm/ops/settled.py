@@ -108,7 +108,7 @@ def _traced(
         closed = jax.make_jaxpr(partial(evaluate, closed, inputs))(*closed.in_avals, *consts)
     if (closed := interned(closed)) is None:
         return None, ()
-    return Settled(op, getattr(function, "named", ()), closed, several), consts
+    return Settled(op, function.named, closed, several), consts
 
 
 # The warning.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,9 @@ class Steps:
 class Gate:
     """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale."""
 
+    op: ClassVar[str] = "gated_linear_unit"
+    named: ClassVar[tuple[str, ...]] = ()
+
     activation: Activation | None = None
     scaled: bool = False  # whether the last operand is the scale
     factors: bool = False  # whether the first two are factors of gate and of up
@@ -102,7 +105,7 @@ class Gate:
         biases = operands[: len(operands) - self.scaled]
         if biases:
             gate, up = (y + _as(y, b) for y, b in zip((gate, up), biases, strict=True))
-        hidden = activated("gated_linear_unit", self.activation, gate) * up
+        hidden = activated(self.op, self.activation, gate) * up
         return _as(hidden, operands[-1]) * hidden if self.scaled else hidden
 
 

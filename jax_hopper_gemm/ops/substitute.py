@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from ..fusion.memo import memoised
@@ -33,10 +34,10 @@ def with_hopper_dot(
 
     Of the `options`, precision and dtype are those that the function gives each product.
     """
-    program = _Program(function, *arrays)
-    for equation in hopper_equations(program.jaxpr, options):
-        program.run(equation)
-    return program.read(program.jaxpr.outvars[0])
+    closed = jax.make_jaxpr(function)(*arrays)
+    jaxpr = closed.jaxpr.replace(eqns=hopper_equations(closed.jaxpr, options))
+    (result,) = eval_jaxpr(jaxpr, closed.consts, *arrays)
+    return result
 
 
 def hopper_equations(
@@ -109,36 +110,14 @@ def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> Fin
 
     Axes of extent 1 that the function adds to the result are added to the left operand.
     """
-    program = _Program(function, lhs, rhs)
-    jaxpr = program.jaxpr
-    tail = _tail(jaxpr)
+    closed = jax.make_jaxpr(function)(lhs, rhs)
+    tail = _tail(closed.jaxpr)
     if tail is None:
         return None
-    for equation in jaxpr.eqns:
-        if not any(equation is other for other in tail):
-            program.run(equation)
     dot, *steps = tail
-    return _product(dot, steps, *map(program.read, dot.invars))
-
-
-class _Program:
-    """The jaxpr of a function of arrays and the values of its variables so far."""
-
-    def __init__(self, function: Callable[..., jax.Array], *arrays: Any) -> None:
-        closed = jax.make_jaxpr(function)(*arrays)
-        self.jaxpr: Any = closed.jaxpr
-        variables = self.jaxpr.constvars + self.jaxpr.invars
-        self.values = dict(zip(variables, [*closed.consts, *arrays], strict=True))
-
-    def read(self, atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else self.values[atom]
-
-    def run(self, equation: Any) -> None:
-        with equation.ctx.manager:  # of its mesh
-            outputs = equation.primitive.bind(*map(self.read, equation.invars), **equation.params)
-        if not equation.primitive.multiple_results:
-            outputs = [outputs]
-        self.values.update(zip(equation.outvars, outputs, strict=True))
+    before = [x for x in closed.jaxpr.eqns if not any(x is other for other in tail)]
+    operands = closed.jaxpr.replace(eqns=before, outvars=dot.invars)
+    return _product(dot, steps, *eval_jaxpr(operands, closed.consts, lhs, rhs))
 
 
 def _transposes_of_products(

@@ -25,7 +25,6 @@ from .. import sharding
 from ..gemm.dtypes import name_of
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
-from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call, mark_options, request_between
 from ..lowering.devices import padded_partitions, with_partitions
 from ..lowering.emit import lower_call
@@ -204,10 +203,8 @@ def _lower_partitioned(
         return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
     call = call.readable(ctx)
-    if sharding.platforms_of(ctx) == ("cuda",):
-        route = call.route(ctx, kernel_only=call.insists)
-        if not route.supported or launcher_violation():
-            return None
+    if call.left_to_xla(ctx):
+        return None
     if (words := options_to_words(product.options)) is None:
         return None
     subscripts = call.request.subscripts

@@ -19,10 +19,8 @@ from jax.interpreters import batching, mlir
 from ..fusion.jaxprs import ClosedJaxpr, jvp_by, pruned, transpose_by
 from ..gemm.dtypes import name_of
 from ..gemm.product import Product
-from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
-from ..lowering.devices import devices_of
-from ..lowering.emit import lower_call
+from ..lowering.emit import launched
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.request import Request, own_in_place, slices_of
 from .define import Rules, define_primitive
@@ -145,17 +143,13 @@ _lower_one_by_one = lower_fun_once(one_by_one)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    if devices_of(ctx) == 1 and not launcher_violation():
-        request = request_of_dots(ctx.avals_in, ctx.avals_out, **params)
-        count = 1 + len(request.rhs_shapes)
-        call = Call(
-            request, values[:count], values[count:], tuple(ctx.avals_in[count:]),
-            params["in_place"],
-        )  # fmt: skip
-        _, decision = call.decided(ctx)
-        if decision.route.path == "hopper":
-            return lower_call(ctx, call)
-    return _lower_one_by_one(ctx, *values, **params)
+    request = request_of_dots(ctx.avals_in, ctx.avals_out, **params)
+    count = 1 + len(request.rhs_shapes)
+    call = Call(
+        request, values[:count], values[count:], tuple(ctx.avals_in[count:]), params["in_place"]
+    )
+    together, _ = launched(ctx, call)
+    return together or _lower_one_by_one(ctx, *values, **params)
 
 
 hopper_dots_p = define_primitive(

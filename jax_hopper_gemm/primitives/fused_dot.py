@@ -61,13 +61,10 @@ def fused_dot(
       product: its options are canonical. `preferred_element_type` is the dtype of the product
         without a function: a result with the product's shape that the function leaves as it came is
         cast to it.
-      out_dtypes: for each result the dtype it is cast to, or None; None: no such wishes.
+      out_dtypes: those that the results are cast to; None: no such wishes.
       in_place: of the first results, the operand whose memory each may take, if both are alike.
       sizes: of a ragged product, as in `hopper_ragged_dot`.
       blocks: scales of blocks of both operands, as in `scaled_dot`.
-
-    Raises:
-      ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
     product_dtype, groups = product.options.preferred_element_type, product.groups
@@ -90,15 +87,9 @@ def fused_dot(
     )  # fmt: skip
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
     results, structure = jax.tree.flatten(shapes)
-    if out_dtypes is not None and len(out_dtypes) != len(results):
-        raise ValueError(
-            f"preferred_element_type names {len(out_dtypes)} dtypes, and the epilogue returns "
-            f"{len(results)} arrays: name one for each, None for its own"
-        )
     plain = accumulators[0].shape, accumulators[0].dtype
-    dtypes = [
-        wanted or (product_dtype if (x.shape, x.dtype) == plain else x.dtype)
-        for x, wanted in zip(results, out_dtypes or [None] * len(results), strict=True)
+    dtypes = out_dtypes or [
+        product_dtype if (x.shape, x.dtype) == plain else x.dtype for x in results
     ]
     complete = partial(_completed, closed, dtypes, len(accumulators), len(operands), of_rows)
     params = {

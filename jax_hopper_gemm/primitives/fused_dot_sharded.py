@@ -23,9 +23,7 @@ from ..fusion.jaxprs import abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.epilogue_graph import EpilogueGraph, Result
 from ..gemm.product import Product
-from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
-from ..lowering.devices import platforms_of
 from ..lowering.route import Roles, Route
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import constrained, emit
@@ -44,7 +42,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call) -> Route | None
     fusion = route.fusion
     if fusion is None or (fusion.uncovered and route.path == "xla"):
         return None
-    if platforms_of(ctx) == ("cuda",) and (not route.supported or launcher_violation()):
+    if call.left_to_xla(ctx):
         return None
     kinds = {result.kind for result in fusion.graph.results}
     if any(kind.startswith("top_k") for kind in kinds) or (call.request.groups and kinds - RESULTS):

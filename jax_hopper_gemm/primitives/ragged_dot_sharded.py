@@ -27,9 +27,7 @@ from jax.interpreters import mlir
 from ..gemm.groups import GROUP, GroupedAxis, Groups
 from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
-from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call, request_between
-from ..lowering.devices import platforms_of
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import emit
 from ..sharding.shard import ShardContext
@@ -124,10 +122,8 @@ def emit_ragged(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
     What no kernel could run of any shard, or what cannot be launched at all, is left to XLA.
     """
     call = call.readable(ctx)
-    if platforms_of(ctx) == ("cuda",):
-        route = call.route(ctx, kernel_only=call.insists)
-        if not route.supported or launcher_violation():
-            return None
+    if call.left_to_xla(ctx):
+        return None
     request, axis = call.request, call.request.groups
     assert axis
     if (options := options_to_words(request.options)) is None:

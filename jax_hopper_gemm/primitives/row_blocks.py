@@ -47,7 +47,8 @@ def row_blocks(sizes: jax.Array, groups: Groups, length: int) -> RowBlocks:
     ends = jnp.cumsum(padded, dtype=np.int32)
     most = (length + (block - 1) * int(kept.sum())) // block  # blocks
     first = np.arange(most, dtype=np.int32) * block
-    run = jnp.minimum(count_up_to(ends, first), count - 1)  # behind all groups nothing is left of the last
+    # Behind all groups nothing is left of the last.
+    run = jnp.minimum(count_up_to(ends, first), count - 1)
     within = first - (ends - padded)[run]
     each = jnp.arange(block, dtype=np.int32)
     rows: Any = (starts[run] + within)[:, None] + each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -58,8 +58,7 @@ class TracedProduct:
         """
         if (function := apart_of(self.equation)) is None:
             return None
-        avals = [atom.aval for atom in self.equation.invars]
-        program = Program(jax.make_jaxpr(function)(*avals), self.program, self.equation)
+        program = self.program.replaced(self.equation, function)
         equation = next(e for e in program.jaxpr.eqns if e.primitive in PRODUCTS)
         assert self.request.function
         return TracedProduct(program, equation, operations_of(self.request.function.jaxpr.eqns))
@@ -70,25 +69,21 @@ def by_recipe(program: Program, equation: Any) -> Program | None:
     product = equation.params.get("product")
     if equation.primitive not in EXPANDED or not product.options.recipe:
         return None
-    function = partial(EXPANDED[equation.primitive], **equation.params)
-    inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
-    return Program(inner, program, equation)
+    return program.replaced(equation, partial(EXPANDED[equation.primitive], **equation.params))
 
 
 def one_by_one_in(program: Program, equation: Any) -> Program | None:
     """Returns what products of one array are where no kernel runs all; None for others."""
     if equation.primitive is not hopper_dots_p:
         return None
-    function = partial(one_by_one, **equation.params)
-    inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
-    return Program(inner, program, equation)
+    return program.replaced(equation, partial(one_by_one, **equation.params))
 
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is
 # computed.
 SILENT = (
-    "broadcast_in_dim", "convert_element_type", "copy", "live_rows", "mesh_cast", "reshape",
-    "reshard", "rows_of_groups", "squeeze", "transpose",
+    "broadcast_in_dim", "convert_element_type", "copy", "live_rows", "reshape", "reshard",
+    "rows_of_groups", "squeeze", "transpose",
 )  # fmt: skip
 
 
@@ -107,7 +102,7 @@ def operations_of(equations: Sequence[Any]) -> tuple[str, ...]:
 # Equations that lowering emits nothing for.
 IDENTITIES = frozenset({"copy", "name", "pvary"})
 
-CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its own arguments
+CALLS = frozenset({"custom_jvp_call", "jit"})  # of a function, by its own arguments
 
 # The programs within a program that are lowered in place. Others become functions, whose
 # arguments hide what made them: `jit`, `scan`, `cond`, `checkpoint` and `custom_jvp_call` are such.
@@ -147,6 +142,11 @@ class Program:
         """Returns a program within one of its equations."""
         in_place = equation.primitive.name in IN_PLACE
         return Program(jaxpr, self, equation) if in_place else Program(jaxpr)
+
+    def replaced(self, equation: Any, function: Callable[..., Any]) -> Program:
+        """Returns the program of a function of the operands that stands for an equation."""
+        avals = [atom.aval for atom in equation.invars]
+        return Program(jax.make_jaxpr(function)(*avals), self, equation)
 
     def made(self, atom: Any) -> tuple[Program, Any]:
         """Returns the equation that made a variable, with its program; None for an argument."""

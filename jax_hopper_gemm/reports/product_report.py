@@ -225,7 +225,7 @@ def jaxs_own(
 def _name_of(equation: Any, index: int) -> str:
     """Returns what a program within an equation is to a person."""
     name, params = equation.primitive.name, equation.params
-    if name in ("jit", "pjit"):
+    if name == "jit":
         return f"jit({params['name']})"
     if name == "scan":
         return f"scan of {params['length']}" if "length" in params else "scan"

@@ -13,7 +13,6 @@ from .custom_call import TARGET as TARGET
 from .custom_call import applies as applies
 from .custom_call import emit as emit
 from .custom_call import on_cpu as on_cpu
-from .custom_call import platforms_of as platforms_of
 from .custom_call import product_at as product_at
 from .custom_call import register as register
 from .shard import ShardContext as ShardContext

@@ -13,11 +13,9 @@ from random import Random
 from typing import Literal
 
 from ..gemm.problem import GemmProblem, Major
+from ..gemm.subscripts import DimensionNumbers
 
 Operand = Literal["a", "b", "d"]
-DimensionNumbers = tuple[
-    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
-]
 
 _BARS = (
     (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..gemm.conversion import CHUNK, swizzled
 from ..gemm.dtypes import DTYPES
 from ..gemm.spec import GemmSpec
 from ..gemm.wgmma_fragment import column_of, owner_of, row_of
@@ -17,7 +18,6 @@ from .canvas import cell, frame, plain_colour, subplots
 
 WARP_COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
 ROWS = 64  # of a wgmma, and so of a staged tile
-CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
 LINE = 128  # bytes of shared memory that one access can reach: 32 banks of 4 bytes
 
 
@@ -127,15 +127,6 @@ def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
       row of the warp's 16; column of the wgmma, a multiple of 8.
     """
     return lane % 16, first_value * 2 + lane // 16 * 8
-
-
-def swizzled(offset: Any, swizzle: Any) -> Any:
-    """Returns the place of a byte in a buffer that TMA swizzles.
-
-    Chunks of 16 bytes change places within each `swizzle` bytes: bits 4, 5, 6 of the offset (as
-    many as the swizzle has, of 32, 64, 128 bytes) are XORed with bits 7, 8, 9.
-    """
-    return offset ^ (offset >> 3 & (swizzle - CHUNK))
 
 
 def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:

@@ -12,14 +12,12 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from jax_hopper_gemm.fusion import jaxprs
 from jax_hopper_gemm.fusion.jaxprs import ClosedJaxpr, traced_once
-from jax_hopper_gemm.interop import kinds
 from jax_hopper_gemm.primitives.experimental import HopperPrimitive
 
 # Primitives that call a program, and the parameter that holds it.
-CALLS = kinds.CALLS | {
-    "checkpoint": "jaxpr", "remat2": "jaxpr", "custom_vjp_call": "call_jaxpr",
-}  # fmt: skip
+CALLS = jaxprs.CALLS | {"remat2": "jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 def run_stepwise(function: Callable[..., Any], *args: Any) -> Any:
