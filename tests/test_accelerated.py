@@ -176,3 +176,23 @@ def test_the_equation_holds_no_arrays() -> None:
     (equation,) = jax.make_jaxpr(ours)(X).eqns
     assert equation.primitive is accelerated.accelerated_p
     assert not equation.params["call_jaxpr"].consts
+
+
+def constants(x: Any) -> list[Any]:
+    flag, number = jnp.asarray(True), jnp.asarray(0)
+    return [x @ x, flag, number, jnp.zeros(()), jnp.array([1, 2]), jnp.asarray(1.5), np.ones(2)]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_constants_are_arrays(wrap: Any) -> None:
+    """JAX holds some as numbers of its own, of which `~True` is -2."""
+    x = normal((16, 16), "bfloat16")
+    ours, theirs = (wrap(f)(x) for f in (jhg.accelerate(constants), constants))
+    assert [type(y) for y in ours] == [type(y) for y in theirs]
+    assert [jax.typeof(y) for y in ours] == [jax.typeof(y) for y in theirs]
+
+    def read(function: Any, x: Any) -> Any:
+        _, flag, number, *_ = function(x)
+        return jnp.where(~flag, 1.0, 2.0) + number.astype(jnp.float32)
+
+    assert wrap(partial(read, jhg.accelerate(constants)))(x) == 2.0

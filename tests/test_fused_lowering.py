@@ -54,7 +54,7 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding
     arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
     settings: dict[str, Any] = {"preferred_element_type": lhs.dtype, "implementation": "hopper"}
     product = Product(Subscripts.parse(subscripts), Options(**settings | options), out_sharding)
-    return fused_dot(function, lhs, rights, operands, product, **arguments)
+    return fused_dot(function, (lhs, *rights), operands, product, **arguments)
 
 
 def gelu(x):

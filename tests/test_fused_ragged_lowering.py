@@ -60,7 +60,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", grou
         Subscripts.parse(subscripts), Options(**settings | options),
         groups=groups or Groups.plain(rights[0].shape[0]),
     )  # fmt: skip
-    return fused_dot(function, lhs, rights, operands, product, sizes=sizes, **arguments)
+    return fused_dot(function, (lhs, *rights), operands, product, sizes=sizes, **arguments)
 
 
 def bare(x, w, sizes):

@@ -184,3 +184,18 @@ def test_export_for_cuda_needs_no_gpu_and_the_disabled_check():
     assert exported(function, ("cuda",)).mlir_module().count(LAUNCH) == 1
     with pytest.raises(ValueError, match="jax_hopper_gemm.v1.launch"):
         export.export(jax.jit(function), platforms=("cuda",))(A, B)
+
+
+@pytest.mark.parametrize("rows", ["256", "rows"])
+def test_ragged_products_of_a_symbolic_batch_are_multiplied_by_xla(rows):
+    def mapped(product, x, w, sizes):
+        return jax.vmap(product, (0, None, 0))(x, w, sizes)
+
+    ours = partial(mapped, partial(jhg.ragged_dot, activation="relu", bias=EXPERTS[:, 0]))
+    shapes = export.symbolic_shape(f"batch, {rows}, 256")
+    symbolic = jax.ShapeDtypeStruct(shapes, jnp.bfloat16), EXPERTS
+    symbolic += (jax.ShapeDtypeStruct((shapes[0], 4), jnp.int32),)
+    program = export.deserialize(exported(ours, ("cpu", "cuda"), symbolic).serialize())
+    sizes = jnp.array([[100, 0, 56, 90], [0, 0, 0, 0], [300, 7, 1, 2]], jnp.int32)
+    x = integers((3, 256, 256), "bfloat16", seed=4)
+    np.testing.assert_array_equal(program.call(x, EXPERTS, sizes), ours(x, EXPERTS, sizes))

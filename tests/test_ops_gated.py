@@ -115,3 +115,12 @@ def test_transformations_follow_jnp(form, transform):
         for f in (jhg.gated_linear_unit, reference)
     )
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "float16"), ("int8", "uint8"), ("int8", "float32")]
+)
+def test_the_default_dtype_is_the_promoted_one(dtypes):
+    x, w = (jnp.full((4, 4), 100, dtype) for dtype in dtypes)
+    result = jhg.gated_linear_unit(x, (w, w), activation=None)
+    assert result.dtype == jnp.matmul(x, w).dtype

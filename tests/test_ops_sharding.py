@@ -265,3 +265,35 @@ def test_sums_over_devices_may_be_left_open(program, partitioned):
             found = jax.jit(partial(step, function))(a, b)
             assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
             jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.BlockScaling()], ids=["bfloat16", "recipe"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_gated_unit_takes_a_sharding_where_k_is_sharded(recipe, stacked):
+    def step(x, weights, **options):
+        def loss(x, weights):
+            y = jhg.gated_linear_unit(x, weights, recipe=recipe, **options)
+            return (y.astype("float32") ** 2).sum(), y
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(x, weights)
+
+    x, w = integers((8, 256)), integers((256, 64), seed=1)
+    weights: Any = jnp.stack((w, w), 1) if stacked else (w, w)
+    whole = jax.jit(step)(x, weights)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x, weights = jax.reshard(x, P("x", "y")), jax.reshard(weights, P("y"))
+        found = jax.jit(partial(step, out_sharding=P("x", None)))(x, weights)
+        ((_, y), (dx, dw)) = found
+        assert jax.typeof(y).sharding.spec == P("x", None)
+        assert jax.tree.map(jax.typeof, (dx, dw)) == jax.tree.map(jax.typeof, (x, weights))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-2), found, whole)
+
+
+def test_a_grouped_gate_takes_a_sharding_where_experts_are_sharded():
+    x, w, sizes = integers((16, 8)), integers((4, 8, 8), seed=1), jnp.array([3, 0, 9, 4])
+    whole = jhg.gated_linear_unit(x, (w, w), group_sizes=sizes)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        w = jax.reshard(w, P("x"))
+        found = jhg.gated_linear_unit(x, (w, w), group_sizes=sizes, out_sharding=P("y"))
+        assert jax.typeof(found).sharding.spec == P("y", None)
+    np.testing.assert_allclose(found, whole, rtol=1e-5)

@@ -300,3 +300,97 @@ def test_accelerate_takes_gradients_of_ragged_products(axis_type, is_set):
         assert (len(report.taken), report.left) == (3, ())
         found, expected = jax.jit(jhg.accelerate(step))(*args), jax.jit(step)(*args)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def reference_of_rows(x: jax.Array, w: jax.Array, bias: jax.Array) -> Any:
+    """Products of rows in groups with their group's bias; 0 of other rows in the product."""
+    rows = jnp.repeat(jnp.arange(4), SIZES, total_repeat_length=x.shape[0])
+    return jax.lax.ragged_dot(x, w, SIZES) + bias[rows] * (jnp.arange(x.shape[0]) < 8)[:, None]
+
+
+FUNCTIONS_OF_ROWS: dict[str, tuple[Any, Any]] = {
+    "numbers": (
+        lambda x, w, b: jhg.ragged_dot(x, w, SIZES, activation=lambda y: y * 2.0),
+        lambda x, w, b: jax.lax.ragged_dot(x, w, SIZES) * 2.0,
+    ),
+    "operands": (
+        lambda x, w, b: jhg.ragged_dot(
+            x, w, SIZES, epilogue=lambda y, c: y + c, epilogue_operands=(b[0],)
+        )[:8],
+        lambda x, w, b: (jax.lax.ragged_dot(x, w, SIZES) + b[0])[:8],
+    ),
+    "bias": (
+        lambda x, w, b: jhg.ragged_dot(x, w, SIZES, bias=b, activation="tanh"),
+        lambda x, w, b: jnp.tanh(reference_of_rows(x, w, b)),
+    ),
+    "gated": (
+        lambda x, w, b: jhg.gated_linear_unit(
+            x, (w, w), group_sizes=SIZES, bias=(b, b), activation=lambda y: y * 0.5
+        ),
+        lambda x, w, b: 0.5 * reference_of_rows(x, w, b) ** 2,
+    ),
+    "offset": (
+        lambda x, w, b: jhg.ragged_dot(x, w, SIZES, group_offset=jnp.int32(0)),
+        lambda x, w, b: jax.lax.ragged_dot(x, w, SIZES),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_ROWS)
+@pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["some axes", "all axes"])
+def test_functions_of_ragged_products_vary_as_these_do(name, manual):
+    """Weights and biases are those of all devices, whose gradients are added up."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    args = integers((20, 8)), integers((4, 8, 8), seed=1), integers((4, 8), seed=2)
+
+    def step(function: Any) -> Any:
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"), axis_names=manual
+        )
+
+        def loss(*args: Any) -> Any:
+            y = mapped(*args)
+            return (y**2).sum(), y
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+    ours, theirs = (step(function)(*args) for function in FUNCTIONS_OF_ROWS[name])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), ours, theirs)
+
+
+LAYERS: dict[str, tuple[Any, int]] = {
+    "residual": (lambda x, w: x + jnp.tanh(x @ w), 1),
+    "gelu": (lambda x, u, d: x + jax.nn.gelu(x @ u) @ d, 2),
+    "gated": (lambda x, g, u, d: x + (jax.nn.silu(x @ g) * (x @ u)) @ d, 3),
+    "two readers": (lambda x, q, k: jnp.tanh(x @ q) + jnp.sin(x @ k), 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("outside", [True, False])
+def test_accelerate_rewrites_gradients_of_what_is_read_twice(name, outside):
+    """The gradient of a program that is mapped, or a gradient that is mapped."""
+    layer, count = LAYERS[name]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    specs = P("x"), *[P()] * count
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=(64, 32)) / 6, jnp.bfloat16) for _ in range(1)]
+    args += [jnp.asarray(rng.normal(size=(32, 32)) / 6, jnp.bfloat16) for _ in range(count)]
+
+    def loss(function: Any, *args: Any) -> Any:
+        return (function(*args).astype(jnp.float32) ** 2).sum()
+
+    if outside:
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("x"))
+        step = jax.grad(partial(loss, mapped), tuple(range(count + 1)))
+    else:
+        gradient = jax.grad(partial(loss, layer))
+        step = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    accelerated = jhg.accelerate(step)
+    found, wanted = jax.jit(accelerated)(*args), jax.jit(step)(*args)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        error = np.linalg.norm(np.asarray(ours - theirs, np.float32))
+        assert error <= 0.02 * np.linalg.norm(np.asarray(theirs, np.float32))
+    assert "hopper_fused" in str(jax.make_jaxpr(accelerated)(*args))
+    again = jax.jit(jax.jvp, static_argnums=0)(accelerated, args, args)  # JAX's rules still agree
+    assert jax.tree.map(jax.typeof, again[1]) == jax.tree.map(jax.typeof, found)

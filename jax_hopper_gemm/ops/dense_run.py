@@ -15,6 +15,7 @@ from jax.core import Tracer
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
 from ..gemm.product import Options, Product
+from ..lowering.devices import permuted_sharding
 from ..primitives.auto_axes import kept_sharding
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from .batch_invariance import in_contexts
@@ -162,13 +163,15 @@ def _traced_steps(
     if final is None:
         ours = partial(_by_hopper_dot, wide, options)
         return follow.apply(*product.results(ours, lhs, rights))
-    subscripts = final.subscripts
+    subscripts, sharding = final.subscripts, final.out_sharding
     if product.stacked:  # no axis of the result stands for gate and up
-        subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
+        kept = tuple(i for i, x in enumerate(subscripts.out) if x != subscripts.rhs[1])
+        sharding = permuted_sharding(sharding, kept)
+        subscripts = replace(subscripts, out="".join(subscripts.out[i] for i in kept))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
-        follow.function, final.lhs, (final.rhs, *rights[1:]), follow.operands,
-        Product(subscripts, options, final.out_sharding),
+        follow.function, (final.lhs, final.rhs, *rights[1:]), follow.operands,
+        Product(subscripts, options, sharding),
         out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, likes[0]),
     )  # fmt: skip
     return follow.structured(results)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +13,15 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.product import Implementation, Options
+from ..lowering.devices import padded_partitions, with_partitions
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import in_contexts, takes_batch_invariant
+from .dense import dot_general
 from .dense_run import JaxProduct, run_steps
-from .quantized import Quantized, as_quantized
+from .quantized import Quantized, as_quantized, is_quantized
+from .quantized_products import check_quantized, constant_scale
+from .ragged import ragged_dot
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .steps import Gate, result_dtypes
@@ -23,7 +30,7 @@ from .weights import is_weights, widened
 
 @takes_batch_invariant
 def gated_linear_unit(
-    x: ArrayLike,
+    x: ArrayLike | Quantized,
     weights: ArrayLike | Quantized | tuple[ArrayLike | Quantized, ArrayLike | Quantized],
     *,
     activation: str | Activation | None = "silu",
@@ -36,6 +43,7 @@ def gated_linear_unit(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     cotangent_dtype: DTypeLike | None = None,
+    out_sharding: Any = None,
     recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
@@ -53,7 +61,8 @@ def gated_linear_unit(
     Args:
       x: (..., K).
       weights: (K, 2, N), gate `weights[:, 0]` and up `weights[:, 1]`; or a pair (gate, up) of
-        arrays (K, N). Or `Quantized`, beside `x` of 16 bits.
+        arrays (K, N). Or `Quantized`, beside `x` of 16 bits or a `Quantized` one. With two of them
+        and scales in blocks of K gate and up are two products, of which the gate is stored.
       activation: a function of one array, elementwise, a name as in `matmul`, or None.
       bias: (2, N), or a pair of (N,): added to the products.
       row_scale: (...,), a factor of each row of the result before it is rounded, such as an
@@ -64,8 +73,9 @@ def gated_linear_unit(
       save_preactivation: whether the forward pass stores the two products, with their biases, for
         gradients; False multiplies again. The dtypes are as in `matmul`.
       precision: as in `matmul`.
-      preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
-      cotangent_dtype, implementation: as in `matmul`.
+      preferred_element_type: dtype of the result; if None the promoted dtype of `x` and `weights`,
+        float32 where both are `Quantized`.
+      cotangent_dtype, out_sharding, implementation: as in `matmul`.
       recipe: as in `matmul`. With block scales the products are two kernels, and the first one's
         result is stored, in 16 bits for operands of 16 bits.
       batch_invariant: as in `matmul`.
@@ -85,28 +95,51 @@ def gated_linear_unit(
         "group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices,
     }  # fmt: skip
     sizes, offset, rows = checks.as_arrays(op, groups)
-    given, pair = _given(op, weights)
-    weights, factors = _widened(op, x, given, pair=pair, grouped=sizes is not None)
+    (given, pair), grouped = _given(op, weights), sizes is not None
+    operands: tuple[Any, ...] = as_quantized(op, "x", x), *given
+    x, weights, factors = _as_arrays(op, operands[0], given, pair=pair, grouped=grouped)
     x, rights, biases, scale = checks.check_gated(
         x, weights, bias, row_scale, activation, save_preactivation, implementation,
         checks.GroupArguments(sizes, offset, rows),
     )  # fmt: skip
     checks.as_result_dtype(op, preferred_element_type, several=False)
-    gate = Gate(activation_function(activation), bool(scale), bool(factors))
+    if preferred_element_type is None:
+        both = is_quantized(operands[0]) and is_quantized(*given)
+        preferred_element_type = jnp.dtype(jnp.float32) if both else jnp.result_type(x, *rights)
+    gate = Gate(activation_function(activation), bool(scale), len(factors or ()))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
-        recipe=as_recipe(op, recipe, (x, *given), cotangent_dtype),
+        recipe=as_recipe(op, recipe, operands, cotangent_dtype),
     )  # fmt: skip
     options = in_contexts(options)
-    if sizes is not None:
-        operands = (*(jnp.expand_dims(b, 1) for b in (*factors, *biases)), *scale)
-        arrays = RaggedArrays(x, rights, sizes, offset, rows)
-        return run_with_epilogue(op, arrays, operands, gate, options)
-    operands = (*factors, *biases, *scale)
     numbers = ((jnp.ndim(x) - 1,), (0,)), ((), ())
-    named = (("dimension_numbers", numbers),)
+
+    def each_group(vectors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(jnp.expand_dims(x, 1) for x in vectors)
+
+    if factors is None:
+        dot = partial(dot_general, dimension_numbers=numbers)
+        if grouped:
+            dot = partial(ragged_dot, group_sizes=sizes, group_offset=offset, row_indices=rows)
+            biases = each_group(biases)
+        dot = partial(
+            dot, precision=precision, preferred_element_type=preferred_element_type,
+            save_preactivation=save_preactivation, out_sharding=out_sharding,
+            implementation=implementation,
+        )  # fmt: skip
+        return _by_two_products(dot, *operands, gate=gate, operands=(*biases, *scale))
+    if sizes is not None:
+        arrays = RaggedArrays(x, rights, sizes, offset, rows)
+        factors = *each_group(factors[:2]), *map(arrays.gathered, factors[2:])
+        operands = *factors, *each_group(biases), *scale
+        return run_with_epilogue(op, arrays, operands, gate, options, out_sharding)
+    operands = (*factors, *biases, *scale)
+    if out_sharding is not None and len(rights) == 1:
+        parts = padded_partitions(out_sharding, jnp.ndim(x))
+        out_sharding = with_partitions(out_sharding, (*parts[:-1], None, parts[-1]))
+    named = ("dimension_numbers", numbers), ("out_sharding", out_sharding)
     product = JaxProduct(lax.dot_general, named, stacked=len(rights) == 1)
     dtypes = result_dtypes(gate, preferred_element_type)
     return run_steps(product, x, rights, gate, operands, options, dtypes)
@@ -119,24 +152,61 @@ def _given(op: str, weights: Any) -> tuple[tuple[Any, ...], bool]:
     return tuple(as_quantized(op, "weights", w) for w in (weights if pair else (weights,))), pair
 
 
-def _widened(
-    op: str, x: Any, given: tuple[Any, ...], *, pair: bool, grouped: bool
-) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the weights as arrays, and factors of gate and of up: one for each column, or none.
+@dataclass(frozen=True)
+class _Gated:
+    """A gate as a function of up, and of a stored product. Equal ones are one key of a cache."""
 
-    Factors have the shape of biases.
+    gate: Gate
+
+    def __call__(self, up: jax.Array, gate: jax.Array, *operands: jax.Array) -> jax.Array:
+        return self.gate(gate.astype(up.dtype), up, *operands)
+
+
+def _by_two_products(
+    dot: Callable[..., Any], x: Quantized, *weights: Quantized, gate: Gate, operands: Any
+) -> Any:
+    """Returns what a gate makes of two products, of which the first one is stored."""
+    if len(weights) == 1:
+        axis = weights[0].ndim - 2
+
+        def half(i: int, array: jax.Array) -> jax.Array:
+            return jnp.take(array, min(i, array.shape[axis] - 1), axis)
+
+        weights = tuple(jax.tree.map(partial(half, i), weights[0]) for i in (0, 1))
+    stored = dot(x, weights[0])
+    return dot(x, weights[1], epilogue=_Gated(gate), epilogue_operands=(stored, *operands))
+
+
+def _as_arrays(
+    op: str, x: Any, given: tuple[Any, ...], *, pair: bool, grouped: bool
+) -> tuple[Any, Any, tuple[Any, ...] | None]:
+    """Returns x and the weights as arrays, and factors of the products, as `Gate` has them.
+
+    Those of gate and of up are one for each column, in the shape of biases. None: scales of x or
+    of quantized weights beside it change along K.
     """
-    if not given or not all(is_weights(w, x) for w in given):
-        return given if pair else given[0], ()
-    found = [widened(op, "weights", w, int(grouped), x.dtype) for w in given]
-    arrays, scales = zip(*found, strict=True)
-    if any(scale is None for scale in scales):
-        if not all(scale is None for scale in scales):
-            raise NotImplementedError(f"{op}: gate and up have scales of different blocks")
-        return arrays if pair else arrays[0], ()
-    factors = [jnp.squeeze(scale, int(grouped)) for scale in scales]
-    if pair:
-        return arrays, tuple(factors)
-    (both,) = factors
-    both = jnp.broadcast_to(both, (*both.shape[:-2], 2, both.shape[-1]))
-    return arrays[0], (both[..., 0, :], both[..., 1, :])
+    of_rows: tuple[Any, ...] = ()
+    scales: tuple[Any, ...]
+    if is_quantized(x) and is_quantized(*given):
+        names = (f"weights[{i}]" if pair else "weights" for i in range(len(given)))
+        check_quantized(op, (("x", x), *zip(names, given, strict=True)))
+        row_scale = constant_scale(op, "x", x, x.ndim - 1)
+        scales = tuple(constant_scale(op, "weights", w, int(grouped)) for w in given)
+        arrays, of_rows, x = tuple(w.values for w in given), (row_scale,), x.values
+        if any(scale is None for scale in (row_scale, *scales)):
+            return x, arrays if pair else arrays[0], None
+    elif given and all(is_weights(w, x) for w in given):
+        found = [widened(op, "weights", w, int(grouped), x.dtype) for w in given]
+        arrays, scales = zip(*found, strict=True)
+        if any(scale is None for scale in scales):
+            if not all(scale is None for scale in scales):
+                raise NotImplementedError(f"{op}: gate and up have scales of different blocks")
+            return x, arrays if pair else arrays[0], ()
+    else:
+        return x, given if pair else given[0], ()
+    factors = tuple(jnp.squeeze(scale, int(grouped)) for scale in scales)
+    if not pair:
+        (both,) = factors
+        both = jnp.broadcast_to(both, (*both.shape[:-2], 2, both.shape[-1]))
+        factors = both[..., 0, :], both[..., 1, :]
+    return x, arrays if pair else arrays[0], (*factors, *of_rows)

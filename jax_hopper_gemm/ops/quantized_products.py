@@ -80,7 +80,7 @@ def run_quantized(
       out_sharding: of the product, for Explicit mesh axes.
     """
     op = steps.op
-    _check(op, operands)
+    check_quantized(op, operands)
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_k) != 1:
         raise NotImplementedError(
@@ -117,7 +117,7 @@ def scales_of_groups(op: str, lhs: Quantized, rhs: Quantized) -> tuple[dict[str,
     weights (G, N, K).
     """
     operands = ("lhs", lhs), ("rhs", rhs)
-    _check(op, operands)
+    check_quantized(op, operands)
     left, right = _arranged(op, *operands[0], (1,), ()), _arranged(op, *operands[1], (1,), (0,))
     if left.constant and right.constant:
         rows, columns = (spread(x.scale, x.blocks[:-1], x.values.shape) for x in (left, right))
@@ -130,8 +130,14 @@ def scales_of_groups(op: str, lhs: Quantized, rhs: Quantized) -> tuple[dict[str,
     return {}, (left.flat()[1], right.flat()[1])
 
 
-def _check(op: str, operands: Sequence[tuple[str, Any]]) -> None:
-    """Checks that both operands of a product are quantized as kernels multiply them."""
+def constant_scale(op: str, name: str, x: Quantized, axis: int) -> jax.Array | None:
+    """Returns the scales of an array that are one along an axis; None where they change there."""
+    blocks = blocks_of(op, name, x)
+    return None if blocks[axis] else spread(x.scale, blocks, x.shape)
+
+
+def check_quantized(op: str, operands: Sequence[tuple[str, Any]]) -> None:
+    """Checks that the operands of a product are quantized as kernels multiply them."""
     for name, x in operands:
         if not isinstance(x, Quantized):
             raise TypeError(

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..gemm.groups import VARLEN_M_NK
 from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import in_contexts, takes_batch_invariant
 from .quantized import Quantized, as_quantized, is_quantized
 from .quantized_products import scales_of_groups
+from .ragged_axes import RaggedAxes
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .steps import SCALES, Results, Steps, named_in
@@ -141,8 +143,8 @@ def ragged_dot(
 
 @takes_batch_invariant
 def ragged_dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
     precision: Any = None,
@@ -181,7 +183,8 @@ def ragged_dot_general(
     group is beta * c. Gradients are products and multiples of the cotangent.
 
     Args:
-      lhs, rhs: the operands.
+      lhs, rhs: the operands. `Quantized` as in `ragged_dot`, of rows (M, K) and three axes of
+        weights in any order.
       group_sizes: (G,) integers, or with the leading axes that `jax.lax.ragged_dot_general` says.
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       group_offset: as in `ragged_dot`, where the ragged axis is a free one.
@@ -208,6 +211,8 @@ def ragged_dot_general(
     """
     op = "ragged_dot_general"
     terms = {"alpha": alpha, "beta": beta, "c": c}
+    given = as_quantized(op, "lhs", lhs), as_quantized(op, "rhs", rhs)
+    lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in given)
     lhs, rhs, group_sizes, group_offset, *arrays = checks.as_arrays(
         op, {"group_offset": group_offset} | terms, lhs=lhs, rhs=rhs, group_sizes=group_sizes
     )
@@ -217,6 +222,12 @@ def ragged_dot_general(
         lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
         implementation, terms, preferred_element_type,
     )  # fmt: skip
+    if is_quantized(*given):
+        pair = _in_order_of_ragged_dot(op, *given, numbers)
+        return ragged_dot(
+            *pair, group_sizes, precision, preferred_element_type, group_offset, out_sharding,
+            cotangent_dtype=cotangent_dtype, recipe=recipe, implementation=implementation,
+        )  # fmt: skip
     names = named_in(terms, lhs, rhs)
     if names and preferred_element_type is None:
         preferred_element_type = checks.strong_dtype(terms.get("c"))
@@ -231,3 +242,21 @@ def ragged_dot_general(
         options = in_contexts(options)
         return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)
     return run_product(op, arrays, numbers, in_contexts(options), out_sharding)
+
+
+def _in_order_of_ragged_dot(
+    op: str, lhs: Any, rhs: Any, numbers: lax.RaggedDotDimensionNumbers
+) -> tuple[Any, Any]:
+    """Returns operands, of which some are quantized, with the axes (M, K) and (G, K, N)."""
+    axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+    order: Any = ()
+    if axes.kind == "varlen_m" and (lhs.ndim, rhs.ndim, axes.ragged) == (2, 3, (0,)):
+        ((k,), (n,)) = axes.rhs_others[:: -1 if axes.form == VARLEN_M_NK else 1]
+        order = axes.group, k, n
+    if not order or (order[2] != 2 and getattr(rhs, "packed", False)):
+        raise NotImplementedError(
+            f"{op}: of quantized arrays rows in groups, (M, K), are multiplied by weights of three "
+            f"axes, packed ones in the order (G, K, N); lhs has {lhs.ndim} axes and rhs "
+            f"{rhs.ndim}: its dequantize() is an array"
+        )
+    return lhs, jax.tree.map(lambda x: lax.transpose(x, order), rhs)

@@ -231,7 +231,7 @@ def _traced_with_epilogue(
         blocks = arrays.gathered(blocks[0]), blocks[1]
         rights, subscripts = tuple(jnp.swapaxes(x, 1, 2) for x in rights), VARLEN_M_NK
     results = fused_dot(
-        steps.function, lhs, rights, (*operands, *steps.operands[len(operands) :]),
+        steps.function, (lhs, *rights), (*operands, *steps.operands[len(operands) :]),
         Product(subscripts, options, groups=groups), out_dtypes=steps.dtypes, sizes=sizes,
         blocks=blocks,
     )  # fmt: skip
@@ -287,7 +287,7 @@ def run_scaled_sum(
         own = (*operands[:place], *c, *operands[place + 1 :])
         own_steps = traced(steps.op, steps, (product,), own, dtype, dtypes)
         results = fused_dot(
-            own_steps.function, left, (right,), own_steps.operands,
+            own_steps.function, (left, right), own_steps.operands,
             Product(axes.subscripts, wide, groups=Groups.plain(count)),
             out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps.named, product),
             sizes=own_sizes,

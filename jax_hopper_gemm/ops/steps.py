@@ -89,19 +89,25 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale."""
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale.
+
+    Attributes:
+      scaled: whether the last operand is the scale.
+      factors: how many of the first ones are factors: of gate, of up, and a third of both.
+    """
 
     op: ClassVar[str] = "gated_linear_unit"
     named: ClassVar[tuple[str, ...]] = ()
 
     activation: Activation | None = None
-    scaled: bool = False  # whether the last operand is the scale
-    factors: bool = False  # whether the first two are factors of gate and of up
+    scaled: bool = False
+    factors: int = 0
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
-        if self.factors:
-            gate, up = gate * _as(gate, operands[0]), up * _as(up, operands[1])
-            operands = operands[2:]
+        for i, factor in enumerate(operands[: self.factors]):
+            gate = gate if i == 1 else gate * _as(gate, factor)
+            up = up if i == 0 else up * _as(up, factor)
+        operands = operands[self.factors :]
         biases = operands[: len(operands) - self.scaled]
         if biases:
             gate, up = (y + _as(y, b) for y, b in zip((gate, up), biases, strict=True))

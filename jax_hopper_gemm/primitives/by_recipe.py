@@ -255,8 +255,8 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     left, (right,) = found.left, found.rights
     if not found.blocks:
-        values, scales = (right.values,), _factors(found)
-        return fused_dot(_scaled, left.values, values, scales, whole, out_dtypes=(dtype,))
+        values, scales = (left.values, right.values), _factors(found)
+        return fused_dot(_scaled, values, scales, whole, out_dtypes=(dtype,))
     batch, contracted = (len(x) for x in (whole.subscripts.batch, whole.subscripts.contracted))
     found = found.in_order_of_result()
     left, (right,) = found.left, found.rights
@@ -286,7 +286,7 @@ def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
     if found.blocks:
         return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
     return fused_dot(
-        _scaled, left.values, (right.values,), _factors(found), whole, out_dtypes=(dtype,),
+        _scaled, (left.values, right.values), _factors(found), whole, out_dtypes=(dtype,),
         sizes=found.sizes[0],
     )  # fmt: skip
 

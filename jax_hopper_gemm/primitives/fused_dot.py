@@ -30,8 +30,7 @@ __all__ = ["accumulator_dtype", "fused_dot", "hopper_fused_p"]
 
 def fused_dot(
     function: Callable[..., Any],
-    lhs: jax.Array,
-    right_operands: Sequence[jax.Array],
+    factors: Sequence[jax.Array],
     operands: Sequence[Any],
     product: Product,
     *,
@@ -54,9 +53,8 @@ def fused_dot(
     the product.
 
     Args:
-      lhs: the left operand.
-      right_operands: the right operand; or gate and up, of one shape; or one array that stacks
-        them, along an axis of extent 2 whose letter stands nowhere else in its subscripts.
+      factors: the left operand, and the right one; or gate and up, of one shape; or one array that
+        stacks them, along an axis of extent 2 whose letter stands nowhere else in its subscripts.
       operands: arrays.
       product: its options are canonical. `preferred_element_type` is the dtype of the product
         without a function: a result with the product's shape that the function leaves as it came is
@@ -72,15 +70,16 @@ def fused_dot(
     of_rows = groups if groups and not is_varlen_k(product.subscripts) else None
     if groups:
         assert sizes is not None
-        lhs, *right_operands, sizes = varying_together(lhs, *right_operands, sizes)
+        *factors, sizes = varying_together(*factors, sizes)
         by_group = tuple(of_rows is not None and x.ndim == 3 for x in operands)
-        residual = residual_of(lhs.dtype.name)
+        residual = residual_of(factors[0].dtype.name)
         function = partial(_by_rows, function, by_group, groups, residual)
         pairs = zip(operands, by_group, strict=True)
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
         in_place = [None if x is None else x + 1 for x in in_place]
     else:
-        lhs, *right_operands = varying_together(lhs, *right_operands)
+        factors = varying_together(*factors)
+    lhs, *right_operands = factors
     accumulators = abstract(
         partial(accumulators_of, product, by_xla=True),
         lhs, right_operands, *operands[: product.num_sizes_operands],
@@ -99,10 +98,12 @@ def fused_dot(
         "in_place": tuple(in_place),
     }
     if blocks:
-        pair, others = (lhs, *right_operands), (*operands, *closed.consts)
-        results = scaled_dot(pair, blocks, product, others, params["jaxpr"], tuple(in_place))
+        (rhs,), others = right_operands, (*operands, *closed.consts)
+        results = scaled_dot(
+            (lhs, rhs), blocks, product, others, params["jaxpr"], params["in_place"]
+        )
         return jax.tree.unflatten(structure, results)
-    args = (lhs, *right_operands, *operands, *closed.consts)
+    args = (*factors, *operands, *closed.consts)
     if product.options.implementation == "xla":
         by_jax = product.options.by_jax
         return jax.tree.unflatten(structure, reference_fused(*args, **params, by_xla=by_jax))

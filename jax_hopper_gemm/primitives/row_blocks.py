@@ -46,7 +46,7 @@ def row_blocks(sizes: jax.Array, groups: Groups, length: int) -> RowBlocks:
     padded = -(-own // block) * block
     ends = jnp.cumsum(padded, dtype=np.int32)
     most = (length + (block - 1) * int(kept.sum())) // block  # blocks
-    first = np.arange(most, dtype=np.int32) * block
+    first = jnp.arange(most, dtype=np.int32) * block
     # Behind all groups nothing is left of the last.
     run = jnp.minimum(count_up_to(ends, first), count - 1)
     within = first - (ends - padded)[run]

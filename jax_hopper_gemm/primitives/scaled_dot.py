@@ -130,8 +130,11 @@ def _reference(
 def _batch(
     axis_data: Any, operands: Any, axes: Any, *, product: Product, **params: Any
 ) -> tuple[list[Any], list[int]]:
-    """The matrices of all batches follow one another."""
-    assert product.subscripts in (SCALED, BATCHED) and params["jaxpr"] is None
+    """The matrices of all batches follow one another; XLA runs groups, and what has a function."""
+    if product.subscripts not in (SCALED, BATCHED) or params["jaxpr"]:
+        reference = partial(_reference, product=product, **params)
+        results = jax.vmap(reference, axes, axis_size=axis_data.size)(*operands)
+        return results, [0] * len(results)
     size = axis_data.size
     mapped = [mapped_first(size, x, axis) for x, axis in zip(operands, axes, strict=True)]
     if product.subscripts == SCALED:
