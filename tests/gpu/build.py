@@ -35,6 +35,7 @@ from support import (
     eight_bit,
     float32,
     quantization,
+    quantized_groups,
     random_grouped,
     random_products,
     recipe_programs,
@@ -104,7 +105,7 @@ def of_float32() -> list[KernelSpec]:
 def of_8_bits() -> list[KernelSpec]:
     return [
         *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(), *recipes(),
-        *quantization.specs(),
+        *quantization.specs(), *quantized_groups.specs(),
     ]  # fmt: skip
 
 
