@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
@@ -149,3 +151,26 @@ def test_weights_are_known_within_loops_and_branches():
     shapes = S((1024, 512), jnp.bfloat16), S((512, 512), jnp.bfloat16), S((), jnp.bool_)
     found = specs_of(jhg.accelerate(program, recipe=BLOCKS, implementation="hopper"), *shapes)
     assert len(found) == 4 and {(s.a_block, s.b_block) for s in found} == {(1, 128)}
+
+
+def test_products_that_state_a_sharding_take_the_recipe():
+    """As all gradients by JAX do on Explicit axes, and products whose K is sharded."""
+
+    def two(params: Any, x: Any, *specs: P) -> Any:
+        hidden, out = ({"out_sharding": spec} for spec in specs or (None, None))
+        h = jax.nn.silu(jnp.matmul(x, params[0], **hidden))
+        return jnp.mean(jnp.matmul(h, params[1], **out).astype(jnp.float32) ** 2)
+
+    params, x = tuple(map(normal, W, (0, 1))), normal(X, 2)[0]
+    whole = jax.jit(jhg.accelerate(jax.value_and_grad(two), recipe=BLOCKS))(params, x)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        own = jax.reshard(params[0], P(None, "b")), jax.reshard(params[1], P("b", None))
+        sharded = jax.value_and_grad(lambda p, x: two(p, x, P("a", "b"), P("a", None)))
+        run = jhg.accelerate(sharded, recipe=BLOCKS)
+        x = jax.reshard(x, P("a", None))
+        assert str(jax.make_jaxpr(run)(own, x)).count("recipe=ByRecipe") == 5
+        found = jax.jit(run)(own, x)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+        error = np.linalg.norm(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32))
+        assert error < 0.05 * np.linalg.norm(np.asarray(theirs, np.float32))

@@ -273,7 +273,7 @@ def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByReci
     DeepSeek-V3.
     """
     _, (batch, _) = equation.params["dimension_numbers"]
-    if recipe is None or batch or equation.params["out_sharding"] is not None:
+    if recipe is None or batch:
         return None
     if not _of_halves(equation):
         return None
