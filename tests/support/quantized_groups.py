@@ -15,6 +15,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
+E4M3 = "float8_e4m3fn"
 M, K, N, G = 96, 256, 160, 4
 SIZES = np.array([30, 0, 41, 20], np.int32)  # of 96 rows
 ROWS = np.arange(M, dtype=np.int32)[::-1] - 1
@@ -57,15 +58,21 @@ class Program:
         return all_specs_of(self.ours(**options), *self.operands)
 
 
-def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / 8, jnp.float32)
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.float32(np.random.default_rng(seed).standard_normal(shape) / 8)
+
+
+def quantize(x: np.ndarray, dtype: str, block: Any) -> jhg.Quantized:
+    """Returns what the CPU makes of an array, so that no kernel of a GPU takes part."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.jit(partial(jhg.quantize, dtype=dtype, block=block))(x)
 
 
 def ragged(kind: str, name: str, dtype: str) -> Program:
     rows, columns, _ = BLOCKS[kind]
     named = {"sizes": SIZES} | OPTIONS[name]
     sizes = jnp.asarray(named.pop("sizes"))
-    x, w = jhg.quantize(normal(M, K), dtype, rows), jhg.quantize(normal(G, K, N), dtype, columns)
+    x, w = quantize(normal(M, K), dtype, rows), quantize(normal(G, K, N), dtype, columns)
 
     def function(x: Any, w: Any, **options: Any) -> jax.Array:
         return jhg.ragged_dot(x, w, sizes, **named, **options)
@@ -82,23 +89,23 @@ def gated(kind: str, stacked: bool, grouped: bool) -> Program:
         named |= {"group_sizes": jnp.asarray(SIZES), "row_indices": ROWS}
     else:
         gate, up, bias, columns = gate[0], up[0], bias[:, 0], columns and columns[1:]
-    weights: Any = tuple(jhg.quantize(w, block=columns) for w in (gate, up))
+    weights: Any = tuple(quantize(w, E4M3, columns) for w in (gate, up))
     if stacked:
         block = columns and (*columns[:-1], 1, columns[-1])
-        weights = jhg.quantize(jnp.stack((gate, up), -2), block=block)
+        weights = quantize(np.stack((gate, up), -2), E4M3, block)
     biases = tuple(b.astype(np.float32) for b in bias)
 
     def function(x: Any, weights: Any, **options: Any) -> jax.Array:
         return jhg.gated_linear_unit(x, weights, bias=biases, **named, **options)
 
-    return Program(function, (jhg.quantize(normal(M, K), block=rows), weights))
+    return Program(function, (quantize(normal(M, K), E4M3, rows), weights))
 
 
 def programs() -> dict[str, Program]:
     found = {
         f"{kind}, {name}": ragged(kind, name, dtype)
         for kind in BLOCKS
-        for name, dtype in zip(OPTIONS, ("float8_e4m3fn", "int8") * 2, strict=True)
+        for name, dtype in zip(OPTIONS, (E4M3, "int8") * 2, strict=True)
     }
     for kind in ("rows and columns", "blocks"):
         found |= {
