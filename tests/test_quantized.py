@@ -84,6 +84,19 @@ def test_blocks_without_numbers_are_defined(dtype):
     assert np.isnan(np.asarray(quantized.dequantize())[1:3]).all()
 
 
+@pytest.mark.parametrize("dtype", [*QUANTIZED, "int4"])
+@pytest.mark.parametrize("block", [None, (1, None), (None, 1), (1, 128), (128, 128)])
+def test_a_nan_is_not_lost_in_a_large_block(dtype, block):
+    x = normal((64, 256))
+    x[0, 0] = np.nan
+    quantized = jhg.quantize(x, dtype, block)
+    assert np.isnan(quantized.scale).sum() == 1 and np.isnan(quantized.scale).ravel()[0]
+    pairs = zip(block or (None, None), x.shape, strict=True)
+    rows, columns = (n if b is None else b for b, n in pairs)
+    nan = np.isnan(np.asarray(quantized.dequantize()))
+    assert nan[:rows, :columns].all() and nan.sum() == nan[:rows, :columns].sum()
+
+
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_scales_are_no_subnormals(dtype):
     x = jnp.full((1, 128), 2.0**-125, jnp.float32)
