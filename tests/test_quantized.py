@@ -200,6 +200,30 @@ def test_what_follows_a_product_follows_its_scales():
 
 
 @pytest.mark.parametrize("block", [(1, 1, 128), (1, 1, None), (None, None, None)])
+def test_scales_of_16_bits_are_converted(block):
+    a = jhg.quantize(normal((3, 40, 256)), block=block)
+    b = jhg.quantize(normal((256, 48), 1), block=(128, 128))
+    narrow = [jhg.Quantized(x.values, x.scale.astype(jnp.bfloat16)) for x in (a, b)]
+    wide = [jhg.Quantized(x.values, x.scale.astype(jnp.float32)) for x in narrow]
+    np.testing.assert_array_equal(jhg.matmul(*narrow), jhg.matmul(*wide))
+    types = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pair)
+        for pair in (narrow, wide)
+    ]
+    found, expected = (specs_of(jhg.matmul, *pair) for pair in types)
+    assert found == expected
+    jax.jit(jhg.matmul).trace(*types[0]).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, None), (None, 1))])
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_a_product_without_k_is_zeros(blocks, lead):
+    a = jhg.quantize(normal((*lead, 4, 1))[..., :0], block=(*(1 for _ in lead), *blocks[0]))
+    b = jhg.quantize(normal((1, 8))[:0], block=blocks[1])
+    np.testing.assert_array_equal(jhg.matmul(a, b), np.zeros((*lead, 4, 8), np.float32))
+
+
+@pytest.mark.parametrize("block", [(1, 1, 128), (1, 1, None), (None, None, None)])
 def test_dot_general_has_batches_and_any_order_of_axes(block):
     a = jhg.quantize(normal((3, 40, 256)), block=block)
     b = jhg.quantize(normal((3, 256, 48), 1), block=(block[0], block[2], block[1]))
@@ -316,6 +340,10 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          ValueError, "an axis of 64 has 64, .* 1 .* or 1"),
         (lambda: jhg.dot_general(jhg.Quantized(Q.values, None), Q, (((1,), (1,)), ((), ()))),  # type: ignore[arg-type]
          TypeError, "lhs.scale is a NoneType, expected an array"),
+        (lambda: jhg.einsum("mk,nk->mn", jhg.Quantized(Q.values, Q.scale.astype(int)), Q),
+         TypeError, r"the scale of lhs is i32\[64,2\], expected floats: convert it to float32"),
+        (lambda: jhg.Quantized(Q.values, Q.scale + 1j).dequantize(), TypeError,
+         r"the scale of self is c64\[64,2\], expected floats"),
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
         (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((2, 64, 8))), [3, 5]),  # type: ignore[arg-type]

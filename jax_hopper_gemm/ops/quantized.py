@@ -196,6 +196,11 @@ def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     checks.as_arrays(op, None, **{f"{name}.values": values, f"{name}.scale": scale})
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(
+            f"{op}: the scale of {name} is {checks.describe(scale)}, expected floats: convert it "
+            "to float32"
+        )
     if x.packed and values.dtype != jnp.uint8:
         raise TypeError(
             f"{op}: {name} is packed, of values {checks.describe(values)}, expected u8: "

@@ -135,11 +135,12 @@ def _is_integer(dtype: Any) -> bool:
 
 def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns an array with each axis of blocks as two, and the axes that share a scale."""
-    x, shape, axes = jnp.pad(x, _padding(x, blocks)) if x.ndim else x, [], []
-    for extent, block in zip(x.shape, blocks, strict=True):
+    extents, shape, axes = x.shape, [], []
+    x = jnp.pad(x, _padding(x, blocks)) if x.ndim else x
+    for extent, block in zip(extents, blocks, strict=True):
         if _divides(block):
             axes.append(len(shape) + 1)
-            shape += [extent // block, block]
+            shape += [-(-extent // block), block]
         else:
             axes += [len(shape)] if block is None else []
             shape.append(extent)
