@@ -97,6 +97,21 @@ def test_a_nan_is_not_lost_in_a_large_block(dtype, block):
     assert nan[:rows, :columns].all() and nan.sum() == nan[:rows, :columns].sum()
 
 
+@pytest.mark.parametrize("dtype", [*QUANTIZED, "int4"])
+def test_values_have_no_derivative_and_scales_that_of_the_largest(dtype):
+    """So no cotangent is rounded to 8 bits, in which one of 1e6 would be NaN."""
+    x = jnp.asarray(normal((2, 256)))
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(jhg.quantize(x, dtype, (1, None)).dequantize() * 1e6)
+
+    values = jhg.quantize(x, dtype, (1, None)).values.astype(jnp.float32)
+    of_scale = 1e6 * values.sum(1, keepdims=True) / float(jnp.max(jnp.abs(values)))
+    largest = jnp.abs(x) == jnp.abs(x).max(1, keepdims=True)
+    expected = jnp.where(largest, jnp.sign(x) * of_scale, 0)
+    np.testing.assert_allclose(jax.grad(loss)(x), expected, rtol=1e-4, atol=1)
+
+
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_scales_are_no_subnormals(dtype):
     x = jnp.full((1, 128), 2.0**-125, jnp.float32)

@@ -113,6 +113,10 @@ def quantize(
     zeros has scale 1. One that holds an infinity has an infinite scale, one that holds a NaN a NaN:
     times its scale, all of it is NaN.
 
+    Values have no derivative, as `jnp.round` has none; a scale has that of its block's largest
+    magnitude. To train through it, add what it changes as a constant:
+    `x + stop_gradient(quantize(x).dequantize() - x)` has the derivative of x, in its dtype.
+
     Args:
       x: floats.
       dtype: float8_e4m3fn, float8_e5m2, int8 or int4.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 
 from ..gemm.quantization import TARGETS, TILE
@@ -67,7 +68,7 @@ def by_xla(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, 
     wide = x.astype(jnp.float32)
     split, axes = _split(wide, blocks)
     scale = scale_of(largest_magnitude(split, axes, keepdims=True), dtype)
-    values = rounded(split / scale, dtype)
+    values = rounded(lax.stop_gradient(split / scale), dtype)
     padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
     values = values.reshape(padded)[tuple(map(slice, x.shape))]
     return values, jnp.squeeze(scale, _inner(blocks))
