@@ -71,7 +71,8 @@ class DelayedScaling:
             raise ValueError(
                 f"DelayedScaling.initial: length is {length!r}, expected an int from 1"
             )
-        return cls(jnp.ones(3), jnp.zeros((3, length)), gradients)
+        scale, history = np.ones(3, np.float32), np.zeros((3, length), np.float32)
+        return cls(jnp.asarray(scale), jnp.asarray(history), gradients)
 
     def current_scale(self, number: int) -> jax.Array:
         """Returns the scale of a tensor at this step.
