@@ -179,9 +179,18 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
 
     Its scales may belong to any number of neighbours: where these are no block, they are repeated
     for each of the largest blocks that they are a multiple of, or for each element.
+
+    Raises:
+      TypeError: its values are no numbers, as those of nf4.
     """
     if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
         return x
+    qtype, dtype = getattr(x, "qtype", None), jnp.dtype(x.qvalue.dtype)
+    if isinstance(qtype, str) and jnp.issubdtype(dtype, jnp.unsignedinteger) and qtype != dtype:
+        raise TypeError(
+            f"{op}: {name} is of {qtype}, whose values {checks.describe(x.qvalue)} are indices of "
+            "a table, expected numbers: multiply by what qwix.dequantize returns of it"
+        )
     scale, zero = jnp.asarray(x.scale, jnp.float32), x.zero_point
     for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
         tile = extent // count
