@@ -359,6 +359,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          TypeError, r"the scale of lhs is i32\[64,2\], expected floats: convert it to float32"),
         (lambda: jhg.Quantized(Q.values, Q.scale + 1j).dequantize(), TypeError,
          r"the scale of self is c64\[64,2\], expected floats"),
+        (lambda: jhg.quantize(3.0, "int4").pack_weights(), ValueError, "values are a scalar"),
+        (lambda: jhg.quantize(normal((4, 4)), None), TypeError, "dtype is None, expected"),  # type: ignore[arg-type]
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
         (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((2, 64, 8))), [3, 5]),  # type: ignore[arg-type]

@@ -75,15 +75,24 @@ class Quantized:
 
         Raises:
           TypeError: the values are not int4.
-          ValueError: the last axis is odd.
+          ValueError: the last axis is odd, or there is none.
         """
         if jnp.dtype(self.values.dtype).name != "int4":
             raise TypeError(f"pack_weights: values are {checks.describe(self.values)}, not int4")
+        if not self.ndim:
+            raise ValueError(
+                f"pack_weights: values are a scalar, {checks.describe(self.values)}, expected an "
+                "axis whose neighbours are packed"
+            )
         if self.shape[-1] % 2:
             raise ValueError(
                 f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
             )
-        return Quantized(pack(self.values), self.scale, True, self.zero)
+        run = pack
+        if is_explicit(self.values):  # slices of a sharded axis
+            half = (*self.shape[:-1], self.shape[-1] // 2)
+            run = partial(in_auto_axes, pack, kept_sharding(self.values, half))
+        return Quantized(run(self.values), self.scale, True, self.zero)
 
 
 class QArray(Protocol):
@@ -160,7 +169,7 @@ def quantize(
 
 def _dtype_name(dtype: Any) -> str:
     try:
-        return jnp.dtype(dtype).name
+        return "None" if dtype is None else jnp.dtype(dtype).name
     except TypeError:
         return repr(dtype)
 
