@@ -43,14 +43,42 @@ def test_no_part_is_dropped(real):
     assert [spec.bf16_terms for spec in found] == [6] * (2 if True in real else 4)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_no_part_of_gate_and_up_is_dropped(stacked):
-    x, gate, up = numbers((M, K), 0), numbers((K, N), 1), numbers((K, N), 2)
-    exact, g, u = (np.asarray(y, np.complex128) for y in (x, gate, up))
-    weights = jnp.stack((gate, up), 1) if stacked else (gate, up)
-    got = jhg.gated_linear_unit(x, weights, activation=None, precision=X6)
-    assert got.dtype == jnp.complex64
-    np.testing.assert_allclose(got, (exact @ g) * (exact @ u), rtol=1e-4, atol=1e-3)
+NAMES = [X6, "BF16_BF16_F32_X6", DotAlgorithmPreset.F32_F32_F32]
+
+
+@pytest.mark.parametrize("precision", NAMES, ids=str)
+def test_an_algorithm_may_be_a_name(precision):
+    a, b = numbers((M, K), 0), numbers((K, N), 1)
+    exact = np.asarray(a, np.complex128) @ np.asarray(b, np.complex128)
+    assert_near(jhg.matmul(a, b, precision=precision), exact)
+    assert_near(jhg.einsum("mk,kn->nm", a, b, precision=precision), exact.T)
+    numbers_of: Any = ((1,), (0,)), ((), ())
+    assert_near(jhg.dot_general(a, b, numbers_of, precision=precision), exact)
+
+
+@pytest.mark.parametrize("precision", NAMES, ids=str)
+def test_einsums_groups_and_gates_drop_no_part(precision):
+    a, b, c = numbers((M, K), 0) / K, numbers((K, N), 1), numbers((N, 8), 2) / N
+    left, right, last = (np.asarray(x, np.complex128) for x in (a, b, c))
+    exact = left @ right
+    assert_near(jhg.einsum("mk,kn,nj->mj", a, b, c, precision=precision), exact @ last)
+    mixed = jhg.einsum("mk,kn,nj->mj", a.real, b.real, c, precision=precision)
+    assert_near(mixed, left.real @ right.real @ last)
+    sizes, weights = jnp.array([3, M - 3], jnp.int32), jnp.stack([b, 2 * b])
+    grouped = exact * np.where(np.arange(M) < 3, 1, 2)[:, None]
+    assert_near(jhg.ragged_dot(a, weights, sizes, precision=precision), grouped)
+    biased = jhg.ragged_dot(a, weights, sizes, bias=b[:2], precision=precision)
+    rows = np.where(np.arange(M)[:, None] < 3, right[0], right[1])
+    assert_near(biased, grouped + rows)
+    for pair in ((b, b), jnp.stack([b, b], 1)):
+        gated = jhg.gated_linear_unit(a, pair, activation=None, precision=precision)
+        assert_near(gated, exact**2)
+    gradients = [
+        jax.grad(lambda w, p=p: jnp.sum(jnp.abs(jhg.ragged_dot(a, w, sizes, precision=p)) ** 2))
+        for p in (precision, "highest")
+    ]
+    ours, theirs = (gradient(weights) for gradient in gradients)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_what_follows_is_complex_and_gradients_are_those_of_the_exact_product():

@@ -173,3 +173,13 @@ def test_states_are_those_of_flax():
     (y, gradients), (ours_y, ours_gradients) = results
     for a, b in zip(*map(jax.tree.leaves, ((y, gradients), (ours_y, ours_gradients))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(a).max()))
+
+
+def test_states_are_float32_in_programs_of_64_bits_and_keep_nans():
+    with jax.enable_x64(True):
+        state = recipes.DelayedScaling.initial(4)
+        x = normal((64, 256), 0).astype(jnp.float32).at[0, 0].set(jnp.nan)
+        w = normal((256, 16), 1).astype(jnp.float32)
+        new = jax.grad(lambda s: jhg.matmul(x, w, recipe=s).sum())(state)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((state, new))} == {"float32"}
+    assert np.isnan(new.amax_history[:, 0]).tolist() == [True, False, False]

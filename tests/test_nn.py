@@ -27,6 +27,18 @@ from jax_hopper_gemm import nn  # noqa: E402
 from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
 
 
+def test_linen_is_an_attribute_that_is_imported_where_it_is_asked_for():
+    source = (
+        "import sys\n"
+        "from jax_hopper_gemm import nn\n"
+        "name = 'jax_hopper_gemm.nn.linen'\n"
+        "print(name in sys.modules, nn.linen.Dense.__module__ == name)\n"
+    )
+    assert run_fresh(source) == "False True\n"
+    with pytest.raises(AttributeError, match="has no attribute 'lines'"):
+        _ = nn.lines
+
+
 def assert_equal(ours, theirs):
     """Asserts equal trees: structure, dtypes and values."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)

@@ -141,6 +141,28 @@ def test_a_program_may_have_rows_of_a_symbolic_number(ours):
         assert np.linalg.norm(result - expected) <= 0.02 * np.linalg.norm(expected)
 
 
+QUANTIZED = {
+    "rows": lambda x, w: (jhg.quantize(x, block=(1, 128)), jhg.quantize(w, block=(128, 128))),
+    "blocks of rows": lambda x, w: (jhg.quantize(x, block=(128, 128)), jhg.quantize(w)),
+    "contracted": lambda x, w: (
+        jhg.quantize(x.T, block=(1, 128)), jhg.quantize(x, block=(128, 128)),
+    ),
+    "weights": lambda x, w: (x.T, jhg.quantize(x, jnp.int8, (128, 1))),
+    "zero points": lambda x, w: (x.T, jhg.quantize(x, jnp.int8, (128, 1), symmetric=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ["rows, 256", "2*rows + 3, 256"])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_blocks_may_be_of_a_symbolic_number(kind, rows):
+    def product(x, w):
+        return jhg.matmul(*QUANTIZED[kind](x, w))
+
+    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape(rows), jnp.bfloat16)
+    found = jax.jit(exported(product, args=(symbolic, B)).call)(A[:201], B)
+    np.testing.assert_allclose(*(np.float32(x) for x in (found, product(A[:201], B))), rtol=1e-2)
+
+
 def test_explain_tells_of_symbolic_extents():
     rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 256"), jnp.bfloat16)
     for found in (

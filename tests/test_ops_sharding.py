@@ -297,3 +297,58 @@ def test_a_grouped_gate_takes_a_sharding_where_experts_are_sharded():
         found = jhg.gated_linear_unit(x, (w, w), group_sizes=sizes, out_sharding=P("y"))
         assert jax.typeof(found).sharding.spec == P("y", None)
     np.testing.assert_allclose(found, whole, rtol=1e-5)
+
+
+def gated(x, w, recipe):
+    return jhg.gated_linear_unit(x, (w, w), recipe=recipe)
+
+
+def by_matmul(x, w, recipe):
+    return jhg.matmul(x, w, activation="relu", recipe=recipe)
+
+
+@pytest.mark.parametrize("product", [by_matmul, gated])
+@pytest.mark.parametrize(
+    "recipe", [*BY_RECIPE[:2], recipes.Int8Forward()], ids=lambda recipe: type(recipe).__name__
+)
+def test_arrays_need_not_be_placed_on_explicit_axes_for_a_recipe(product, recipe):
+    def step(x, w):
+        def loss(x, w):
+            y = product(x, w, recipe)
+            return (y**2).sum(), y
+
+        return jax.grad(loss, (0, 1), has_aux=True)(x, w)
+
+    x, w = integers((8, 256)) / 8, integers((256, 128), seed=1) / 8
+    whole = jax.jit(step)(x, w)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        found = [step(x, w), jax.jit(step)(x, w)]
+    for results in found:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-2), results, whole)
+
+
+def test_arrays_need_not_be_placed_on_explicit_axes_to_be_quantized():
+    x, w = integers((8, 256)), integers((256, 128), seed=1)
+
+    def results(x, w):
+        rows, columns = jhg.quantize(x, block=(1, 128)), jhg.quantize(w, block=(128, 128))
+        weights = jhg.quantize(w, "int4", (32, 1)).pack_weights()
+        products = jhg.matmul(rows, columns), jhg.matmul(x.astype("bfloat16"), weights)
+        return rows, rows.dequantize(), *products
+
+    whole = results(x, w)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        found = [results(x, w), jax.jit(results)(x, w)]
+    close = partial(np.testing.assert_allclose, rtol=1e-2)
+    for each in found:
+        jax.tree.map(lambda x, y: close(*(np.float32(a) for a in (x, y))), each, whole)
+
+
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P("y", None)])
+def test_weights_of_any_sharding_are_packed(spec):
+    w = jhg.quantize(integers((64, 128)), "int4", (32, 1))
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        values, scale = jax.reshard(w.values, spec), jax.reshard(w.scale, P(None, None))
+        packed = jhg.Quantized(values, scale).pack_weights()
+        assert jax.typeof(packed.values).sharding.spec == spec
+    np.testing.assert_array_equal(packed.values, w.pack_weights().values)

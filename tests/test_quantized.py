@@ -84,6 +84,34 @@ def test_blocks_without_numbers_are_defined(dtype):
     assert np.isnan(np.asarray(quantized.dequantize())[1:3]).all()
 
 
+@pytest.mark.parametrize("dtype", [*QUANTIZED, "int4"])
+@pytest.mark.parametrize("block", [None, (1, None), (None, 1), (1, 128), (128, 128)])
+def test_a_nan_is_not_lost_in_a_large_block(dtype, block):
+    x = normal((64, 256))
+    x[0, 0] = np.nan
+    quantized = jhg.quantize(x, dtype, block)
+    assert np.isnan(quantized.scale).sum() == 1 and np.isnan(quantized.scale).ravel()[0]
+    pairs = zip(block or (None, None), x.shape, strict=True)
+    rows, columns = (n if b is None else b for b, n in pairs)
+    nan = np.isnan(np.asarray(quantized.dequantize()))
+    assert nan[:rows, :columns].all() and nan.sum() == nan[:rows, :columns].sum()
+
+
+@pytest.mark.parametrize("dtype", [*QUANTIZED, "int4"])
+def test_values_have_no_derivative_and_scales_that_of_the_largest(dtype):
+    """So no cotangent is rounded to 8 bits, in which one of 1e6 would be NaN."""
+    x = jnp.asarray(normal((2, 256)))
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(jhg.quantize(x, dtype, (1, None)).dequantize() * 1e6)
+
+    values = jhg.quantize(x, dtype, (1, None)).values.astype(jnp.float32)
+    of_scale = 1e6 * values.sum(1, keepdims=True) / float(jnp.max(jnp.abs(values)))
+    largest = jnp.abs(x) == jnp.abs(x).max(1, keepdims=True)
+    expected = jnp.where(largest, jnp.sign(x) * of_scale, 0)
+    np.testing.assert_allclose(jax.grad(loss)(x), expected, rtol=1e-4, atol=1)
+
+
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_scales_are_no_subnormals(dtype):
     x = jnp.full((1, 128), 2.0**-125, jnp.float32)
@@ -184,6 +212,30 @@ def test_what_follows_a_product_follows_its_scales():
         assert result[0].dtype == jnp.bfloat16 and result[1].dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(result[0], np.float64), y * 0.5, 2.0**-7, 1e-3)
         np.testing.assert_allclose(result[1], y.max(), 1e-5)
+
+
+@pytest.mark.parametrize("block", [(1, 1, 128), (1, 1, None), (None, None, None)])
+def test_scales_of_16_bits_are_converted(block):
+    a = jhg.quantize(normal((3, 40, 256)), block=block)
+    b = jhg.quantize(normal((256, 48), 1), block=(128, 128))
+    narrow = [jhg.Quantized(x.values, x.scale.astype(jnp.bfloat16)) for x in (a, b)]
+    wide = [jhg.Quantized(x.values, x.scale.astype(jnp.float32)) for x in narrow]
+    np.testing.assert_array_equal(jhg.matmul(*narrow), jhg.matmul(*wide))
+    types = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pair)
+        for pair in (narrow, wide)
+    ]
+    found, expected = (specs_of(jhg.matmul, *pair) for pair in types)
+    assert found == expected
+    jax.jit(jhg.matmul).trace(*types[0]).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, None), (None, 1))])
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_a_product_without_k_is_zeros(blocks, lead):
+    a = jhg.quantize(normal((*lead, 4, 1))[..., :0], block=(*(1 for _ in lead), *blocks[0]))
+    b = jhg.quantize(normal((1, 8))[:0], block=blocks[1])
+    np.testing.assert_array_equal(jhg.matmul(a, b), np.zeros((*lead, 4, 8), np.float32))
 
 
 @pytest.mark.parametrize("block", [(1, 1, 128), (1, 1, None), (None, None, None)])
@@ -303,6 +355,12 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          ValueError, "an axis of 64 has 64, .* 1 .* or 1"),
         (lambda: jhg.dot_general(jhg.Quantized(Q.values, None), Q, (((1,), (1,)), ((), ()))),  # type: ignore[arg-type]
          TypeError, "lhs.scale is a NoneType, expected an array"),
+        (lambda: jhg.einsum("mk,nk->mn", jhg.Quantized(Q.values, Q.scale.astype(int)), Q),
+         TypeError, r"the scale of lhs is i32\[64,2\], expected floats: convert it to float32"),
+        (lambda: jhg.Quantized(Q.values, Q.scale + 1j).dequantize(), TypeError,
+         r"the scale of self is c64\[64,2\], expected floats"),
+        (lambda: jhg.quantize(3.0, "int4").pack_weights(), ValueError, "values are a scalar"),
+        (lambda: jhg.quantize(normal((4, 4)), None), TypeError, "dtype is None, expected"),  # type: ignore[arg-type]
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
         (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((2, 64, 8))), [3, 5]),  # type: ignore[arg-type]

@@ -75,6 +75,18 @@ def test_what_no_kernel_multiplies_is_named(a, text):
         jhg.matmul(a, array((K, N), (1, N), 1)[0])
 
 
+def test_indices_of_a_table_are_refused():
+    """Qwix's nf4; its int3 is stored as numbers."""
+    qwix = pytest.importorskip("qwix")
+    x = jnp.ones((4, K), jnp.bfloat16)
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((K, N)), jnp.float32)
+    nf4, int3 = (qwix.quantize(w, qtype, channelwise_axes=(1,)) for qtype in ("nf4", "int3"))
+    with pytest.raises(TypeError, match="b is of nf4, whose values .* are indices of a table"):
+        jhg.matmul(x, nf4)
+    exact = np.asarray(x, np.float64) @ np.asarray(qwix.dequantize(int3), np.float64)
+    np.testing.assert_allclose(np.asarray(jhg.matmul(x, int3), np.float64), exact, 1e-2, 1)
+
+
 def test_qwix_quantizes_them():
     qwix = pytest.importorskip("qwix")
     x, w = (jnp.asarray(np.random.default_rng(i).standard_normal(s)) for i, s in

@@ -71,6 +71,23 @@ def test_blocks_of_equal_numbers_and_of_zeros_are_exact():
         np.testing.assert_allclose(quantized.dequantize(), value, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
+def test_a_block_with_an_infinity_or_a_nan_is_nan(dtype, broken):
+    w = np.ones((64, 256), np.float32)
+    w[0, 0] = broken
+    quantized = jhg.quantize(w, dtype, (1, None), symmetric=False)
+    np.testing.assert_array_equal(np.isnan(quantized.scale)[0], np.isnan(broken))
+    assert np.isnan(np.asarray(quantized.dequantize())).sum(1).tolist() == [256] + [0] * 63
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [("int8", 255), ("int4", 15)])
+def test_the_range_of_a_block_may_be_beyond_float32(dtype, steps):
+    w = jnp.array([2e38, -2e38, 0.0])
+    found = jhg.quantize(w, dtype, symmetric=False).dequantize()
+    np.testing.assert_allclose(found, w, atol=1.01 * 4e38 / steps)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4", "packed"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_products_are_those_of_the_dequantized_weights(block, dtype):

@@ -7,6 +7,9 @@ their gradients.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 try:
     import flax  # noqa: F401
 except ModuleNotFoundError as error:
@@ -28,3 +31,10 @@ from .layers import GatedLinear as GatedLinear
 from .layers import GatedMLP as GatedMLP
 from .layers import Linear as Linear
 from .moe import MoE as MoE
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `nn.linen`, and with it Flax's, where it is asked for."""
+    if name == "linen":
+        return import_module(".linen", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

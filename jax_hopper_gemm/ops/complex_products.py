@@ -1,12 +1,4 @@
-"""Complex products by an algorithm: real products of real and imaginary parts.
-
-An algorithm, such as `DotAlgorithmPreset.BF16_BF16_F32_X6`, says how floats are multiplied. JAX
-casts complex operands to the algorithm's dtype, which drops their imaginary parts. Here
-
-    (a + ib) (c + id)  =  ac - bd  +  i (ad + bc)
-
-are four products by that algorithm; two where an operand is real.
-"""
+"""JAX's products of complex arrays by an algorithm; see `primitives.complex_products`."""
 
 from __future__ import annotations
 
@@ -14,43 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-COMPLEX = np.dtype("complex64")
+from ..primitives import complex_products
 
 
 def by_parts(function: Callable[..., jax.Array], precision: Any) -> Callable[..., jax.Array]:
     """Returns a product of JAX, whose precision this is, which takes complex arrays, too.
 
     Args:
-      function: of two arrays, or of others that are not complex; it takes `preferred_element_type`.
+      function: of two arrays, or `einsum` of any number; it takes `preferred_element_type`.
+      precision: as the user gave it; None: as the context says.
     """
     config: Any = jax.config
-    by_context = config.jax_default_matmul_precision if precision is None else None
-    algorithm = isinstance(precision, lax.DotAlgorithmPreset)
-    if not algorithm and by_context not in lax.DotAlgorithmPreset.__members__:
+    asked = config.jax_default_matmul_precision if precision is None else precision
+    if isinstance(asked, str):
+        asked = lax.DotAlgorithmPreset.__members__.get(asked)
+    of_two = complex_products.by_parts(function, asked)
+    if of_two is function:
         return function
 
-    def product(*arrays: Any, preferred_element_type: Any = None, **options: Any) -> jax.Array:
-        dtypes = [jnp.result_type(x) for x in arrays]
-        if len(arrays) != 2 or COMPLEX not in dtypes:
-            return function(*arrays, preferred_element_type=preferred_element_type, **options)
-
-        def real(x: Any, y: Any) -> jax.Array:
-            return function(x, y, preferred_element_type=jnp.float32, **options)
-
-        (a, b), (c, d) = (
-            (lax.real(x), lax.imag(x)) if dtype == COMPLEX else (x, None)
-            for x, dtype in zip(map(jnp.asarray, arrays), dtypes, strict=True)
-        )
-        whole, turned = real(a, c), []
-        if b is not None and d is not None:
-            whole = whole - real(b, d)
-        turned += [real(a, d)] if d is not None else []
-        turned += [real(b, c)] if b is not None else []
-        result = lax.complex(whole, sum(turned[1:], turned[0]))
-        return result.astype(preferred_element_type or COMPLEX)
+    def product(*arrays: Any, **options: Any) -> jax.Array:
+        if len(arrays) == 2:
+            return of_two(*arrays, **options)
+        return function(*arrays, _dot_general=_dot_general, **options)
 
     return product
+
+
+def _dot_general(
+    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, **options: Any
+) -> jax.Array:
+    """The product of two that `einsum` takes of more."""
+    named = {"dimension_numbers": dimension_numbers, "precision": precision, **options}
+    return by_parts(lax.dot_general, precision)(lhs, rhs, **named)

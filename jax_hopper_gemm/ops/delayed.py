@@ -24,7 +24,7 @@ from ..gemm.subscripts import Subscripts
 from ..primitives.auto_axes import in_auto_axes, is_explicit, stated_sharding
 from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.dot import hopper_dot
-from ..primitives.quantize import rounded, scale_of
+from ..primitives.quantize import largest_magnitude, rounded, scale_of
 from .batch_invariance import in_contexts
 from .dense_run import INLINE
 from .steps import Steps
@@ -71,7 +71,8 @@ class DelayedScaling:
             raise ValueError(
                 f"DelayedScaling.initial: length is {length!r}, expected an int from 1"
             )
-        return cls(jnp.ones(3), jnp.zeros((3, length)), gradients)
+        scale, history = np.ones(3, np.float32), np.zeros((3, length), np.float32)
+        return cls(jnp.asarray(scale), jnp.asarray(history), gradients)
 
     def current_scale(self, number: int) -> jax.Array:
         """Returns the scale of a tensor at this step.
@@ -79,7 +80,7 @@ class DelayedScaling:
         No finite magnitude above 0 in the history: the scale stays.
         """
         dtype = self.gradients if number == COTANGENTS else E4M3
-        largest = jnp.max(self.amax_history[number])
+        largest = largest_magnitude(self.amax_history[number])
         known = (largest > 0) & jnp.isfinite(largest)
         return jnp.where(known, scale_of(largest, dtype), self.scale[number])
 
@@ -147,7 +148,7 @@ class _Rule:
 def _quantized(x: Any, state: DelayedScaling, number: int, dtype: str) -> Any:
     """Returns values with their scale, and the largest magnitude."""
     wide, scale = x.astype(jnp.float32), state.current_scale(number)
-    return (rounded(wide / scale, dtype), scale), jnp.max(jnp.abs(wide), initial=0.0)
+    return (rounded(wide / scale, dtype), scale), largest_magnitude(wide)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

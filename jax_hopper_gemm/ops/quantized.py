@@ -75,15 +75,24 @@ class Quantized:
 
         Raises:
           TypeError: the values are not int4.
-          ValueError: the last axis is odd.
+          ValueError: the last axis is odd, or there is none.
         """
         if jnp.dtype(self.values.dtype).name != "int4":
             raise TypeError(f"pack_weights: values are {checks.describe(self.values)}, not int4")
+        if not self.ndim:
+            raise ValueError(
+                f"pack_weights: values are a scalar, {checks.describe(self.values)}, expected an "
+                "axis whose neighbours are packed"
+            )
         if self.shape[-1] % 2:
             raise ValueError(
                 f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
             )
-        return Quantized(pack(self.values), self.scale, True, self.zero)
+        run = pack
+        if is_explicit(self.values):  # slices of a sharded axis
+            half = (*self.shape[:-1], self.shape[-1] // 2)
+            run = partial(in_auto_axes, pack, kept_sharding(self.values, half))
+        return Quantized(run(self.values), self.scale, True, self.zero)
 
 
 class QArray(Protocol):
@@ -112,6 +121,10 @@ def quantize(
     2**-126, so that none is subnormal. Values are rounded to nearest, ties to even. A block of
     zeros has scale 1. One that holds an infinity has an infinite scale, one that holds a NaN a NaN:
     times its scale, all of it is NaN.
+
+    Values have no derivative, as `jnp.round` has none; a scale has that of its block's largest
+    magnitude. To train through it, add what it changes as a constant:
+    `x + stop_gradient(quantize(x).dequantize() - x)` has the derivative of x, in its dtype.
 
     Args:
       x: floats.
@@ -156,7 +169,7 @@ def quantize(
 
 def _dtype_name(dtype: Any) -> str:
     try:
-        return jnp.dtype(dtype).name
+        return "None" if dtype is None else jnp.dtype(dtype).name
     except TypeError:
         return repr(dtype)
 
@@ -175,9 +188,18 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
 
     Its scales may belong to any number of neighbours: where these are no block, they are repeated
     for each of the largest blocks that they are a multiple of, or for each element.
+
+    Raises:
+      TypeError: its values are no numbers, as those of nf4.
     """
     if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
         return x
+    qtype, dtype = getattr(x, "qtype", None), jnp.dtype(x.qvalue.dtype)
+    if isinstance(qtype, str) and jnp.issubdtype(dtype, jnp.unsignedinteger) and qtype != dtype:
+        raise TypeError(
+            f"{op}: {name} is of {qtype}, whose values {checks.describe(x.qvalue)} are indices of "
+            "a table, expected numbers: multiply by what qwix.dequantize returns of it"
+        )
     scale, zero = jnp.asarray(x.scale, jnp.float32), x.zero_point
     for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
         tile = extent // count
@@ -196,6 +218,11 @@ def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     checks.as_arrays(op, None, **{f"{name}.values": values, f"{name}.scale": scale})
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(
+            f"{op}: the scale of {name} is {checks.describe(scale)}, expected floats: convert it "
+            "to float32"
+        )
     if x.packed and values.dtype != jnp.uint8:
         raise TypeError(
             f"{op}: {name} is packed, of values {checks.describe(values)}, expected u8: "

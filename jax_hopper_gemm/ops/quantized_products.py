@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..fusion.jaxprs import abstract
@@ -56,10 +56,11 @@ class Operand:
             wide = (*scale.shape[:batch], *values.shape[batch:-1], scale.shape[-1])
             scale = jnp.broadcast_to(scale, wide)
         along_k = -(-values.shape[-1] // BLOCK)
-        rows = int(np.prod(scale.shape[batch:-1], dtype=int))
+        rows = prod(scale.shape[batch:-1])
         scale = jnp.broadcast_to(scale, (*values.shape[:batch], *scale.shape[batch:-1], along_k))
-        lead = (int(np.prod(values.shape[:batch], dtype=int)),) if batch else ()
-        return values.reshape(*lead, -1, values.shape[-1]), scale.reshape(*lead, rows, along_k)
+        lead = (prod(values.shape[:batch]),) if batch else ()
+        matrices = (*lead, prod(values.shape[batch:-1]), values.shape[-1])
+        return values.reshape(matrices), scale.reshape(*lead, rows, along_k)
 
 
 def run_quantized(
@@ -165,7 +166,7 @@ def _product(lhs: Operand, rhs: Operand, *, options: Options, shape: Sequence[in
 def _arranged(
     op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
 ) -> Operand:
-    blocks, scale = list(blocks_of(op, name, x)), x.scale
+    blocks, scale = list(blocks_of(op, name, x)), jnp.asarray(x.scale, jnp.float32)
     for axis, block in enumerate(blocks):
         if axis in contracted and block not in (0, BLOCK) and x.shape[axis] > 1:
             raise NotImplementedError(

@@ -32,6 +32,7 @@ from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.request import Request
 from .auto_axes import stated_sharding
 from .call_words import options_of_words, options_to_words
+from .complex_products import by_parts
 from .define import Rules, define_primitive, promoted
 from .dot_general import dot_general_of
 
@@ -63,7 +64,8 @@ def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Ar
 
 def _xla_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     dot, params = dot_general_of(product)
-    out = lax.dot_general_p.bind(*_ordered(dot, lhs, rhs), **params)
+    multiply = by_parts(lax.dot_general_p.bind, params["precision"])
+    out = multiply(*_ordered(dot, lhs, rhs), **params)
     return lax.transpose(out, dot.permutation)
 
 

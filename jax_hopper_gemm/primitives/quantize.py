@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 
 from ..gemm.quantization import TARGETS, TILE
@@ -66,9 +67,8 @@ def by_xla(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, 
     """Returns what `quantized` does, whatever dtype and blocks, as operations of XLA."""
     wide = x.astype(jnp.float32)
     split, axes = _split(wide, blocks)
-    largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
-    scale = scale_of(largest, dtype)
-    values = rounded(split / scale, dtype)
+    scale = scale_of(largest_magnitude(split, axes, keepdims=True), dtype)
+    values = rounded(lax.stop_gradient(split / scale), dtype)
     padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
     values = values.reshape(padded)[tuple(map(slice, x.shape))]
     return values, jnp.squeeze(scale, _inner(blocks))
@@ -82,17 +82,34 @@ def quantized_between(
     From the least to the largest number of a block, or 0, all of the dtype's numbers are taken.
     """
     split, axes = _split(x.astype(jnp.float32), blocks)
-    extremes = (f(split, axes, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
-    low, high = extremes
+    low, high = (
+        _with_nan(f(split, axes, keepdims=True, initial=0.0), split, axes, keepdims=True)
+        for f in (jnp.min, jnp.max)
+    )
     first, last = (float(getattr(jnp.iinfo(dtype), end)) for end in ("min", "max"))
-    scale = jnp.maximum((high - low) / (last - first), SMALLEST)
+    # Halves, as the difference of two finite numbers may be infinite.
+    scale = jnp.maximum((high / 2 - low / 2) / ((last - first) / 2), SMALLEST)
     scale = jnp.where(high == low, jnp.ones_like(scale), scale)
-    zero = jnp.clip(jnp.round(first - low / scale), first, last)
-    values = jnp.clip(jnp.round(split / scale) + zero, first, last).astype(dtype)
+    finite = jnp.isfinite(scale)  # else values and zero points are 0, and all is 0 * scale: NaN
+    zero = jnp.where(finite, jnp.clip(jnp.round(first - low / scale), first, last), 0.0)
+    values = jnp.clip(jnp.round(split / scale) + zero, first, last)
+    values = jnp.where(finite, values, 0.0).astype(dtype)
     inner = _inner(blocks)
     padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
     values = values.reshape(padded)[tuple(map(slice, x.shape))]
     return values, jnp.squeeze(scale, inner), jnp.squeeze(zero, inner).astype(dtype)
+
+
+def largest_magnitude(x: jax.Array, axes: Any = None, *, keepdims: bool = False) -> jax.Array:
+    """Returns max(|x|) along axes, None for all; NaN where there is one."""
+    largest = jnp.max(jnp.abs(x), axes, keepdims=keepdims, initial=0.0)
+    return _with_nan(largest, x, axes, keepdims=keepdims)
+
+
+def _with_nan(extreme: jax.Array, x: jax.Array, axes: Any, *, keepdims: bool) -> jax.Array:
+    """Returns a maximum or minimum of x; NaN where x has one, which XLA:CPU's may lose."""
+    lost = jnp.any(jnp.isnan(x), axes, keepdims=keepdims)
+    return jnp.where(lost, jnp.full_like(extreme, jnp.nan), extreme)
 
 
 def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
@@ -119,11 +136,12 @@ def _is_integer(dtype: Any) -> bool:
 
 def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns an array with each axis of blocks as two, and the axes that share a scale."""
-    x, shape, axes = jnp.pad(x, _padding(x, blocks)) if x.ndim else x, [], []
-    for extent, block in zip(x.shape, blocks, strict=True):
+    extents, shape, axes = x.shape, [], []
+    x = jnp.pad(x, _padding(x, blocks)) if x.ndim else x
+    for extent, block in zip(extents, blocks, strict=True):
         if _divides(block):
             axes.append(len(shape) + 1)
-            shape += [extent // block, block]
+            shape += [-(-extent // block), block]
         else:
             axes += [len(shape)] if block is None else []
             shape.append(extent)

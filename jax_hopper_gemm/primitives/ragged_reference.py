@@ -14,6 +14,7 @@ from jax import numpy as jnp
 from ..fusion.jaxprs import traced, varying_together
 from ..gemm.groups import VARLEN_K, VARLEN_K_T, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.product import Product
+from .complex_products import by_parts
 from .group_sizes import clipped_sizes, group_of_rows
 
 # Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
@@ -29,6 +30,15 @@ def reference_ragged_dot(
     after the other. Rows of no group and weights of empty groups may hold NaNs, as for a kernel:
     JAX's own, which multiplies them by 0, would let these into every row.
     """
+    options = product.options.of_dot()
+    multiply = by_parts(partial(_by_lax, sizes=sizes, product=product), options["precision"])
+    return multiply(lhs, rhs, preferred_element_type=options["preferred_element_type"])
+
+
+def _by_lax(
+    lhs: Any, rhs: Any, *, sizes: Any, product: Product, preferred_element_type: Any
+) -> jax.Array:
+    product = product.with_options(preferred_element_type=preferred_element_type)
     if product.subscripts == VARLEN_K_T:
         lhs, rhs, product = lhs.T, rhs.T, replace(product, subscripts=VARLEN_K)
     subscripts, groups, options = product.subscripts, product.groups, product.options.of_dot()

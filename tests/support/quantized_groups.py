@@ -15,6 +15,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
+FORCED = {"precision": "highest", "implementation": "hopper"}  # promoted sums
 E4M3 = "float8_e4m3fn"
 M, K, N, G = 96, 256, 160, 4
 SIZES = np.array([30, 0, 41, 20], np.int32)  # of 96 rows
@@ -117,5 +118,4 @@ def programs() -> dict[str, Program]:
 
 
 def specs() -> list[KernelSpec]:
-    """Returns the kernels of all programs, their sums promoted, as `HIGHEST` asks."""
-    return [spec for program in programs().values() for spec in program.specs(precision="highest")]
+    return [spec for program in programs().values() for spec in program.specs(**FORCED)]

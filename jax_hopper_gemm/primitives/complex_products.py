@@ -1,0 +1,54 @@
+"""Complex products by an algorithm: real products of real and imaginary parts.
+
+An algorithm, such as `DotAlgorithmPreset.BF16_BF16_F32_X6`, says how floats are multiplied. JAX
+casts complex operands to the algorithm's dtype, which drops their imaginary parts. Here
+
+    (a + ib) (c + id)  =  ac - bd  +  i (ad + bc)
+
+are four products by that algorithm; two where an operand is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+COMPLEX = np.dtype("complex64")
+
+
+def by_parts(function: Callable[..., jax.Array], precision: Any) -> Callable[..., jax.Array]:
+    """Returns a product of two arrays, whose precision this is, which takes complex ones, too.
+
+    Args:
+      function: it takes `preferred_element_type`.
+      precision: canonical, as in the parameters of `dot_general`.
+    """
+    if not isinstance(precision, lax.DotAlgorithmPreset | lax.DotAlgorithm):
+        return function
+
+    def product(x: Any, y: Any, *, preferred_element_type: Any = None, **options: Any) -> jax.Array:
+        dtypes = [jnp.result_type(operand) for operand in (x, y)]
+        if COMPLEX not in dtypes:
+            return function(x, y, preferred_element_type=preferred_element_type, **options)
+
+        def real(x: Any, y: Any) -> jax.Array:
+            return function(x, y, preferred_element_type=jnp.dtype(jnp.float32), **options)
+
+        (a, b), (c, d) = (
+            (lax.real(x), lax.imag(x)) if dtype == COMPLEX else (x, None)
+            for x, dtype in zip(map(jnp.asarray, (x, y)), dtypes, strict=True)
+        )
+        whole, turned = real(a, c), []
+        if b is not None and d is not None:
+            whole = whole - real(b, d)
+        turned += [real(a, d)] if d is not None else []
+        turned += [real(b, c)] if b is not None else []
+        result = lax.complex(whole, sum(turned[1:], turned[0]))
+        return result.astype(preferred_element_type or COMPLEX)
+
+    return product
