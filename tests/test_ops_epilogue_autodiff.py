@@ -144,6 +144,22 @@ def test_gradients_of_functions_of_other_things_than_arrays(epilogue, operands):
     assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("save_preactivation", [True, False])
+@pytest.mark.parametrize("function", [
+    lambda y: jnp.real(jnp.exp(0.5j * y)),
+    lambda y: jnp.abs(y * (1 + 1j)),
+    lambda y: jnp.angle(y + 1j),
+    lambda y: jnp.where(y == jnp.inf * 1j, 0, jnp.sin(y)),
+])  # fmt: skip
+def test_a_real_product_may_become_complex(function, save_preactivation):
+    def loss(product: Any, a: Any, **options: Any) -> Any:
+        return jnp.sum(product(a, B, epilogue=function, **options))
+
+    options = {"save_preactivation": save_preactivation}
+    gradient = partial(jax.grad(partial(loss, jhg.matmul)), **options)
+    assert_close(gradient(A / 4), jax.grad(partial(loss, reference))(A / 4))
+
+
 def test_an_epilogue_may_reduce_over_a_mapped_axis():
     stack = jnp.stack([A / 4, A / 8])
 

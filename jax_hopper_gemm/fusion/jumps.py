@@ -138,4 +138,4 @@ def _jumps(equation: Any) -> bool:
 
 
 def _is_infinite(atom: Any) -> bool:
-    return isinstance(atom, Literal) and bool(np.all(np.isinf(np.asarray(atom.val, np.float64))))
+    return isinstance(atom, Literal) and bool(np.all(np.isinf(np.asarray(atom.val, complex))))

@@ -200,6 +200,7 @@ class _Cut:
                 (name in _LINEAR or (scales and len(inputs) == 1))
                 and linear.issuperset(inputs)
                 and is_inexact(out.aval)
+                and _is_complex(out) == _is_complex(self.inputs[0])
                 and out.aval.shape == self.inputs[0].aval.shape
             ):
                 linear.add(out)
@@ -277,6 +278,10 @@ def alive_after(
     for number, equation in steps.items():
         alive = [x for x in (*alive, *equation.outvars) if last.get(x, -1) > number]
         yield alive
+
+
+def _is_complex(variable: Any) -> bool:
+    return np.issubdtype(variable.aval.dtype, np.complexfloating)
 
 
 def _size(dtype: np.dtype) -> int:
