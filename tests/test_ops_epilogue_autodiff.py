@@ -24,6 +24,7 @@ from support.epilogue_reference import (
 from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.fusion.jaxprs import as_differentiated, traced
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
 
 
@@ -119,6 +120,41 @@ def test_hessians_follow_jnp():
         jax.jit(jax.hessian(partial(loss, jhg.matmul)))(arrays),
         jax.jit(jax.hessian(partial(loss, reference)))(arrays),
     )
+
+
+@jax.custom_jvp
+def straight_through(y: Any) -> Any:
+    return jnp.round(y)
+
+
+@jax.custom_vjp
+def straight_back(y: Any) -> Any:
+    return jnp.round(y)
+
+
+straight_through.defjvp(lambda primals, tangents: (jnp.round(*primals), *tangents))
+straight_back.defvjp(lambda y: (jnp.round(y), ()), lambda _, ct: (ct,))
+
+
+@pytest.mark.parametrize("save_preactivation", [True, False])
+@pytest.mark.parametrize("function", [straight_through, straight_back])
+def test_derivatives_go_on_with_what_a_rule_computes(function, save_preactivation):
+    def loss(product: Any, a: Any, **options: Any) -> Any:
+        return jnp.sum(product(a, B, activation=function, **options) ** 2)
+
+    def slope(product: Any, a: Any, **options: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.grad(partial(loss, product))(a, **options)))
+
+    options: Any = {"save_preactivation": save_preactivation}
+    for of in (loss, slope):
+        ours = jax.grad(partial(of, jhg.matmul))(A / 4, **options)
+        assert_close(ours, jax.grad(partial(of, reference))(A / 4))
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_an_activation_is_what_its_rule_computes(name):
+    closed = traced(ACTIVATIONS[name], jax.ShapeDtypeStruct((M, N), "float32"))
+    assert as_differentiated(closed, (0,)) is closed
 
 
 def printed(y: Any) -> Any:

@@ -14,12 +14,12 @@ from jax import numpy as jnp
 from jax.api_util import debug_info
 from jax.core import AbstractValue
 from jax.extend import core
-from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun
+from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from .memo import memoised
+from .memo import memoised, structure
 
 if TYPE_CHECKING:  # JAX 0.12 does not type it
     ClosedJaxpr: TypeAlias = Any
@@ -161,7 +161,7 @@ def transposed(
         return jax.linear_transpose(of, *(avals[i] for i in places))(list(args[residuals:]))
 
     whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in cotangents_of))
-    whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
+    whole = _inlined(whole)
     kept = [False] * residuals + [True] * len(cotangents_of)
     transpose_jaxpr, used = pruned(whole, [True] * len(wanted), kept)
     return transpose_jaxpr, used[:residuals]
@@ -175,6 +175,39 @@ def outputs_of(closed: ClosedJaxpr, numbers: Sequence[int]) -> Callable[..., lis
         return [outputs[i] for i in numbers]
 
     return function
+
+
+@memoised
+def as_differentiated(closed: ClosedJaxpr, wrt: Sequence[int]) -> ClosedJaxpr:
+    """Returns the function whose results a derivative by the inputs `wrt` goes on with.
+
+    That is the function itself, but where the rule of a `jax.custom_jvp` or `jax.custom_vjp`
+    computes the result in another way, whose derivatives may be others.
+    """
+    if not _has_rules(closed.jaxpr):
+        return closed
+
+    def results(*args: Any) -> list[Any]:
+        moving = [args[i] for i in wrt]
+        return jax.jvp(at(wrt, jaxpr_as_fun(closed), args), moving, moving)[0]
+
+    after = _inlined(traced(results, *closed.in_avals))
+    after, _ = pruned(after, [True] * len(closed.out_avals), [True] * len(closed.in_avals))
+    written = structure(after)
+    return closed if written is not None and written == structure(_inlined(closed)) else after
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    return traced(lambda *args: evaluated(closed, args), *closed.in_avals)
+
+
+def _has_rules(jaxpr: Any) -> bool:
+    """Whether some equation has a derivative of the user's."""
+    return any(
+        equation.primitive.name.startswith("custom_")
+        or any(map(_has_rules, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
 
 
 @memoised
