@@ -138,7 +138,7 @@ class _Cut:
             elif not moving.isdisjoint(variables(equation.invars)):
                 moving.update(equation.outvars)
                 self._known[number] = equation
-        self._moving = moving
+        self._moving, self._linear = moving, linear
 
     def accumulators(self) -> list[Any]:
         """Returns the accumulators that the derivative needs."""
@@ -221,10 +221,11 @@ class _Cut:
             for x in values
         ]
         rounded = {
-            x for x, dtype in zip(values, kept, strict=True)
+            x: dtype for x, dtype in zip(values, kept, strict=True)
             if dtype != x.aval.dtype and is_inexact(x.aval)
         }  # fmt: skip
-        exact = read_across_a_jump(self.after(values).jaxpr.eqns, rounded)
+        after = self.after(values).jaxpr.eqns
+        exact = read_across_a_jump(after, rounded, tangents=self._linear)
         return [
             x.aval.dtype if x in exact else dtype for x, dtype in zip(values, kept, strict=True)
         ]
