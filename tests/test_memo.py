@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hopper_gemm import gated_linear_unit, matmul, ragged_dot
+from jax_hopper_gemm import dot_general, einsum, gated_linear_unit, matmul, ragged_dot
 from jax_hopper_gemm.fusion import memo
 from jax_hopper_gemm.ops import settled
 
@@ -127,6 +127,28 @@ def test_a_function_that_cannot_be_compared_warns_once_and_is_right(monkeypatch)
     np.testing.assert_array_equal(first, matmul(A, B, epilogue=lambda y: y * 2))
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, third)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: matmul(A, B, epilogue=f),
+        lambda f: dot_general(A, B, (((1,), (0,)), ((), ())), epilogue=f),
+        lambda f: einsum("mk,kn->mn", A, B, epilogue=f),
+        lambda f: gated_linear_unit(A, (B, B), activation=f),
+        lambda f: ragged_dot(A, B[None], jnp.array([len(A)]), activation=f),
+    ],
+    ids=["matmul", "dot_general", "einsum", "gated", "ragged"],
+)
+def test_that_warning_names_the_line_of_the_call(call, monkeypatch):
+    monkeypatch.setattr(settled, "_warned", False)
+    identity = jax.custom_vjp(lambda y: y)
+    identity.defvjp(lambda y: (y, None), lambda _, ct: (ct,))
+    with pytest.warns(UserWarning, match="compiles a program") as found:
+        for _ in range(2):
+            call(lambda y: identity(y))
+    (warning,) = found
+    assert (warning.filename, warning.lineno) == (__file__, call.__code__.co_firstlineno)
 
 
 def test_structure_tells_numbers_by_type_and_bits():

@@ -24,7 +24,10 @@ from support.epilogue_reference import (
 from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.fusion.jaxprs import as_differentiated, traced
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
+from jax_hopper_gemm.primitives.dots import hopper_dots_p
+from jax_hopper_gemm.testing.lowered import specs_of
 
 
 def differentiable() -> tuple[dict[str, Any], Any]:
@@ -121,6 +124,41 @@ def test_hessians_follow_jnp():
     )
 
 
+@jax.custom_jvp
+def straight_through(y: Any) -> Any:
+    return jnp.round(y)
+
+
+@jax.custom_vjp
+def straight_back(y: Any) -> Any:
+    return jnp.round(y)
+
+
+straight_through.defjvp(lambda primals, tangents: (jnp.round(*primals), *tangents))
+straight_back.defvjp(lambda y: (jnp.round(y), ()), lambda _, ct: (ct,))
+
+
+@pytest.mark.parametrize("save_preactivation", [True, False])
+@pytest.mark.parametrize("function", [straight_through, straight_back])
+def test_derivatives_go_on_with_what_a_rule_computes(function, save_preactivation):
+    def loss(product: Any, a: Any, **options: Any) -> Any:
+        return jnp.sum(product(a, B, activation=function, **options) ** 2)
+
+    def slope(product: Any, a: Any, **options: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.grad(partial(loss, product))(a, **options)))
+
+    options: Any = {"save_preactivation": save_preactivation}
+    for of in (loss, slope):
+        ours = jax.grad(partial(of, jhg.matmul))(A / 4, **options)
+        assert_close(ours, jax.grad(partial(of, reference))(A / 4))
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_an_activation_is_what_its_rule_computes(name):
+    closed = traced(ACTIVATIONS[name], jax.ShapeDtypeStruct((M, N), "float32"))
+    assert as_differentiated(closed, (0,)) is closed
+
+
 def printed(y: Any) -> Any:
     jax.debug.callback(lambda x: None, y[0, 0])
     return jnp.sin(y)
@@ -142,6 +180,61 @@ def test_gradients_of_functions_of_other_things_than_arrays(epilogue, operands):
     a = A / 4
     ours, theirs = (jax.grad(partial(loss, f), (0, 1))(a, B) for f in (jhg.matmul, reference))
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("save_preactivation", [True, False])
+@pytest.mark.parametrize("function", [
+    lambda y: jnp.real(jnp.exp(0.5j * y)),
+    lambda y: jnp.abs(y * (1 + 1j)),
+    lambda y: jnp.angle(y + 1j),
+    lambda y: jnp.where(y == jnp.inf * 1j, 0, jnp.sin(y)),
+])  # fmt: skip
+def test_a_real_product_may_become_complex(function, save_preactivation):
+    def loss(product: Any, a: Any, **options: Any) -> Any:
+        return jnp.sum(product(a, B, epilogue=function, **options))
+
+    options = {"save_preactivation": save_preactivation}
+    gradient = partial(jax.grad(partial(loss, jhg.matmul)), **options)
+    assert_close(gradient(A / 4), jax.grad(partial(loss, reference))(A / 4))
+
+
+def interpolated(y: Any) -> Any:
+    """A function of which JAX 0.12 replaces `searchsorted` before it lowers a program."""
+    return jnp.interp(y, jnp.arange(-8.0, 8.0), jnp.sin(jnp.arange(16.0))) * y
+
+
+@pytest.mark.parametrize("transform", [
+    jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f)),
+    lambda f: lambda a: jax.jvp(f, (a,), (a,)),
+    lambda f: lambda a: jax.vmap(f)(jnp.stack([a, 2 * a])),
+    lambda f: jax.grad(lambda a: jax.grad(f)(a).sum()),
+])  # fmt: skip
+@pytest.mark.parametrize("product", ["matmul", "gated_linear_unit", "ragged_dot"])
+def test_functions_that_jax_replaces_parts_of_are_transformed(product, transform):
+    def layer(implementation: Any, a: Any) -> Any:
+        options: Any = dict(activation=interpolated, implementation=implementation)
+        if product == "gated_linear_unit":
+            return jnp.sum(jhg.gated_linear_unit(a, (B, B), **options))
+        if product == "ragged_dot":
+            return jnp.sum(jhg.ragged_dot(a, B[None], jnp.array([M]), **options))
+        return jnp.sum(jhg.matmul(a, B, **options))
+
+    ours, theirs = (transform(partial(layer, x))(A / 4) for x in (None, "xla"))
+    assert_close(ours, theirs)
+
+
+def test_epilogues_that_jax_replaces_parts_of_are_lowered_for_cuda():
+    def two(a: Any, b: Any) -> Any:
+        (function,) = (e.params for e in jax.make_jaxpr(product)(a, b).eqns if "jaxpr" in e.params)
+        several = dict(product=function["product"], functions=(function["jaxpr"],) * 2)
+        return hopper_dots_p.bind(a, b, b, in_place=(), **several)
+
+    def product(a: Any, b: Any) -> Any:
+        return jhg.matmul(a, b, epilogue=interpolated, implementation="hopper")
+
+    a = jax.ShapeDtypeStruct((256, 256), "bfloat16")
+    assert len(specs_of(product, a, a)) == 1 and len(specs_of(two, a, a)) == 2
+    assert len(specs_of(jax.grad(lambda *x: product(*x).sum().astype("float32")), a, a)) == 2
 
 
 def test_an_epilogue_may_reduce_over_a_mapped_axis():

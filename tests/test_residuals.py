@@ -76,6 +76,11 @@ def test_a_recomputed_product_is_rounded_only_without_jumps(name):
         (lambda z: jnp.clip(z.astype(jnp.bfloat16), -1, 1), "bfloat16"),  # exact
         (partial(jax.nn.softmax, axis=-1), "bfloat16"),
         (jax.nn.log_softmax, "bfloat16"),
+        (lambda z: z.astype(jnp.float8_e4m3fn).astype(jnp.float32) * z, "float32"),
+        (lambda z: jax.lax.reduce_precision(z, 8, 3) * z, "float32"),
+        (lambda z: z.astype(jnp.bfloat16).astype(jnp.float32) * z, "bfloat16"),  # as it is kept
+        (lambda z: jnp.sin(2 * z).astype(jnp.float16) * z, "bfloat16"),
+        (lambda z: jnp.tanh(z).astype(jnp.float8_e4m3fn), "bfloat16"),  # a tangent is rounded
         (lambda z: jax.lax.cond(z[0, 0] > 1, jnp.sin, jnp.cos, z), "float32"),
     ],
 )
@@ -112,6 +117,25 @@ def test_a_factor_that_moves_keeps_the_product():
 def test_nothing_is_kept_of_what_is_linear():
     derivative, dtypes = kept(lambda y, s, r: y * s + r, SCALAR, MATRIX, still=(1,))
     assert dtypes == [] and derivative.operands == (True, False)
+
+
+@pytest.mark.parametrize(
+    "rounded", [lambda y: y.astype(jnp.float8_e4m3fn), lambda y: jax.lax.reduce_precision(y, 8, 3)]
+)
+@pytest.mark.parametrize("save_preactivation", [True, False])
+def test_a_product_is_rounded_once(rounded, save_preactivation):
+    a = jnp.array([[1.0625, 2.0**-6]], jnp.bfloat16)  # 1.0625 + 2**-12, just above a tie
+    b = jnp.array([[1.0], [2.0**-6]], jnp.bfloat16)
+
+    def loss(product: Any, **options: Any) -> Any:
+        def function(y: Any) -> Any:
+            return rounded(y).astype(jnp.float32) * y
+
+        options |= dict(epilogue=function, preferred_element_type=(jnp.float32,))
+        return jax.grad(lambda a: jnp.sum(product(a, b, **options)))(a)
+
+    ours = loss(jhg.matmul, save_preactivation=save_preactivation)
+    np.testing.assert_array_equal(ours, loss(partial(jhg.matmul, implementation="xla")))
 
 
 def test_cotangents_of_several_results_are_added_before_they_are_rounded():

@@ -14,12 +14,12 @@ from jax import numpy as jnp
 from jax.api_util import debug_info
 from jax.core import AbstractValue
 from jax.extend import core
-from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun
+from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from .memo import memoised
+from .memo import memoised, structure
 
 if TYPE_CHECKING:  # JAX 0.12 does not type it
     ClosedJaxpr: TypeAlias = Any
@@ -41,15 +41,16 @@ def varying_together(*arrays: Any) -> list[jax.Array]:
     ]
 
 
-def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
+def traced(function: Callable[..., Any], *avals: Any, lower: bool = False) -> ClosedJaxpr:
     """Returns the jaxpr of a function of arrays or abstract values.
 
-    As `jax.make_jaxpr`, which takes 0.2 ms for a `jax.jit` of each function.
+    As `jax.make_jaxpr`, which takes 0.2 ms for a `jax.jit` of each function. With `lower` it has
+    none of the equations that JAX replaces before it lowers a program, as those of `searchsorted`.
     """
     types = [x if isinstance(x, AbstractValue) else jax.typeof(x) for x in avals]
     about = debug_info("traced", function, avals, {})
     flat = wrap_init(lambda *args: jax.tree.leaves(function(*args)), debug_info=about)
-    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(flat, types)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(flat, types, lower=lower)
     return core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -89,6 +90,12 @@ def without_lines(closed: ClosedJaxpr) -> ClosedJaxpr:
         for equation, info in zip(closed.jaxpr.eqns, infos, strict=True)
     ]
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
+
+
+@memoised
+def lowered(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a function that computes the same, `traced` with `lower`."""
+    return traced(jaxpr_as_fun(closed), *closed.in_avals, lower=True)
 
 
 def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> ClosedJaxpr:
@@ -163,7 +170,7 @@ def transposed(
         return jax.linear_transpose(of, *(avals[i] for i in places))(list(args[residuals:]))
 
     whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in cotangents_of))
-    whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
+    whole = _inlined(whole)
     kept = [False] * residuals + [True] * len(cotangents_of)
     transpose_jaxpr, used = pruned(whole, [True] * len(wanted), kept)
     return transpose_jaxpr, used[:residuals]
@@ -177,6 +184,39 @@ def outputs_of(closed: ClosedJaxpr, numbers: Sequence[int]) -> Callable[..., lis
         return [outputs[i] for i in numbers]
 
     return function
+
+
+@memoised
+def as_differentiated(closed: ClosedJaxpr, wrt: Sequence[int]) -> ClosedJaxpr:
+    """Returns the function whose results a derivative by the inputs `wrt` goes on with.
+
+    That is the function itself, but where the rule of a `jax.custom_jvp` or `jax.custom_vjp`
+    computes the result in another way, whose derivatives may be others.
+    """
+    if not _has_rules(closed.jaxpr):
+        return closed
+
+    def results(*args: Any) -> list[Any]:
+        moving = [args[i] for i in wrt]
+        return jax.jvp(at(wrt, jaxpr_as_fun(closed), args), moving, moving)[0]
+
+    after = _inlined(traced(results, *closed.in_avals))
+    after, _ = pruned(after, [True] * len(closed.out_avals), [True] * len(closed.in_avals))
+    written = structure(after)
+    return closed if written is not None and written == structure(_inlined(closed)) else after
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    return traced(lambda *args: evaluated(closed, args), *closed.in_avals)
+
+
+def _has_rules(jaxpr: Any) -> bool:
+    """Whether some equation has a derivative of the user's."""
+    return any(
+        equation.primitive.name.startswith("custom_")
+        or any(map(_has_rules, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
 
 
 @memoised

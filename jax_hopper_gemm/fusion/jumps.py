@@ -2,14 +2,17 @@
 
 A comparison of rounded values gives the same if all are multiples of one value, the factors
 depending on its sign alone: `z > 0`, `z == max(z, 0)`, `0.1 * z < z`. Rounding keeps the sign.
+
+Rounding to fewer digits than values were rounded to jumps too. To as many it is as good as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax import numpy as jnp
 from jax.extend.core import Literal
 
 from .jaxprs import CALLS, is_inexact
@@ -17,6 +20,7 @@ from .op_table import COMPARISONS, SAME
 
 _STEPS = {"sign", "floor", "ceil", "round", "rem"}
 _KINKS = {"clamp", "max", "min"}  # operations whose derivative jumps
+_ROUNDING = {"convert_element_type", "reduce_precision"}
 _BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
 _MOVES = {
     "broadcast_in_dim", "convert_element_type", "live_rows", "reshape", "squeeze", "transpose",
@@ -26,20 +30,26 @@ _HOMOGENEOUS = {"abs", "max", "min", "neg", *_MOVES}  # f(s * x, 0) = s * f(x, 0
 
 
 def read_across_a_jump(
-    equations: Sequence[Any], rounded: Iterable[Any], kinks: bool = False
+    equations: Sequence[Any],
+    rounded: Mapping[Any, Any],
+    kinks: bool = False,
+    tangents: Container[Any] = (),
 ) -> set[Any]:
     """Returns those of the `rounded` variables whose rounding may change the result of a jump.
 
     Args:
+      rounded: the dtype that each is rounded to, or None: then no rounding of results counts.
       kinks: whether the derivative's jumps count, too.
+      tangents: variables whose own rounding is no jump.
     """
-    search = _Search(rounded, kinks)
+    search = _Search(rounded, kinks, tangents)
     search.follow(equations)
     return search.changing
 
 
 class _Search:
-    def __init__(self, rounded: Iterable[Any], kinks: bool):
+    def __init__(self, rounded: Mapping[Any, Any], kinks: bool, tangents: Container[Any]):
+        self._rounded, self._tangents = rounded, tangents
         self._kinks = _KINKS if kinks else set[str]()
         self.changing: set[Any] = set()
         # By variable, the rounded ones that it depends on, and the one that it is a multiple of.
@@ -58,7 +68,7 @@ class _Search:
             elif name in CALLS:
                 self._follow_call(equation, equation.params[CALLS[name]].jaxpr)
             else:
-                jumps = _jumps(equation)
+                jumps = _jumps(equation) or self._rounds(equation, sources)
                 if (jumps or name in self._kinks) and not self._is_kept(name, atoms):
                     self.changing |= sources
                 if not jumps:
@@ -108,6 +118,15 @@ class _Search:
         homogeneous = name == "sign" or name in _KINKS
         return name == "is_finite" or (homogeneous and self._common(atoms) is not None)
 
+    def _rounds(self, equation: Any, sources: Iterable[Any]) -> bool:
+        """Whether the result has fewer digits than one of its sources."""
+        name, out = equation.primitive.name, equation.outvars[0]
+        if name not in _ROUNDING or out in self._tangents:
+            return False
+        digits = equation.params.get("mantissa_bits", jnp.finfo(out.aval.dtype).nmant)
+        kept = (self._rounded[x] for x in sources)
+        return any(dtype is not None and digits < jnp.finfo(dtype).nmant for dtype in kept)
+
     def _sources_of(self, atom: Any) -> frozenset[Any]:
         return frozenset() if isinstance(atom, Literal) else self._sources.get(atom, frozenset())
 
@@ -137,4 +156,4 @@ def _jumps(equation: Any) -> bool:
 
 
 def _is_infinite(atom: Any) -> bool:
-    return isinstance(atom, Literal) and bool(np.all(np.isinf(np.asarray(atom.val, np.float64))))
+    return isinstance(atom, Literal) and bool(np.all(np.isinf(np.asarray(atom.val, complex))))

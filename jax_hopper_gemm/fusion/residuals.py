@@ -138,7 +138,7 @@ class _Cut:
             elif not moving.isdisjoint(variables(equation.invars)):
                 moving.update(equation.outvars)
                 self._known[number] = equation
-        self._moving = moving
+        self._moving, self._linear = moving, linear
 
     def accumulators(self) -> list[Any]:
         """Returns the accumulators that the derivative needs."""
@@ -200,6 +200,7 @@ class _Cut:
                 (name in _LINEAR or (scales and len(inputs) == 1))
                 and linear.issuperset(inputs)
                 and is_inexact(out.aval)
+                and _is_complex(out) == _is_complex(self.inputs[0])
                 and out.aval.shape == self.inputs[0].aval.shape
             ):
                 linear.add(out)
@@ -220,10 +221,11 @@ class _Cut:
             for x in values
         ]
         rounded = {
-            x for x, dtype in zip(values, kept, strict=True)
+            x: dtype for x, dtype in zip(values, kept, strict=True)
             if dtype != x.aval.dtype and is_inexact(x.aval)
         }  # fmt: skip
-        exact = read_across_a_jump(self.after(values).jaxpr.eqns, rounded)
+        after = self.after(values).jaxpr.eqns
+        exact = read_across_a_jump(after, rounded, tangents=self._linear)
         return [
             x.aval.dtype if x in exact else dtype for x, dtype in zip(values, kept, strict=True)
         ]
@@ -277,6 +279,10 @@ def alive_after(
     for number, equation in steps.items():
         alive = [x for x in (*alive, *equation.outvars) if last.get(x, -1) > number]
         yield alive
+
+
+def _is_complex(variable: Any) -> bool:
+    return np.issubdtype(variable.aval.dtype, np.complexfloating)
 
 
 def _size(dtype: np.dtype) -> int:

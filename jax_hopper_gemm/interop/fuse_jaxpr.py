@@ -201,7 +201,8 @@ def _params(
     What is stored and decides a jump, as in `where(y > 0.5, y, 0)`, is rounded before: derivatives,
     which are computed of what is stored, then jump for the same elements.
     """
-    as_stored = as_stored or bool(read_across_a_jump(function.eqns, function.outvars, kinks=True))
+    stored = dict.fromkeys(function.outvars)
+    as_stored = as_stored or bool(read_across_a_jump(function.eqns, stored, kinks=True))
     first, count = products[0], len(products)
     dtype = sum_dtype(first.outvars[0].aval)
     product = first.params["product"].with_options(preferred_element_type=dtype)

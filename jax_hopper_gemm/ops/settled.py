@@ -7,12 +7,15 @@ one object for all that compute the same. Arrays that it closes over become oper
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import takewhile
+from traceback import walk_stack
 from typing import Any
 
 import jax
@@ -136,8 +139,13 @@ def _warn_of_compiling(op: str, users: Sequence[Callable[..., Any]]) -> None:
         f"{op}: {name} is a new function at each call and cannot be compared with those before "
         "(it calls a jax.custom_vjp function, a callback or the like), so each call outside of "
         "jax.jit compiles a program. Make it once, outside of the loop, or call inside jax.jit.",
-        stacklevel=4,
+        stacklevel=1 + sum(1 for _ in takewhile(_is_own, walk_stack(sys._getframe()))),
     )
+
+
+def _is_own(entry: tuple[Any, int]) -> bool:
+    """Whether a frame of the stack is this package's."""
+    return entry[0].f_globals.get("__name__", "").startswith("jax_hopper_gemm.")
 
 
 def _is_new_of_same_code(function: Callable[..., Any]) -> bool:

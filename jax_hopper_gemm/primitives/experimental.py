@@ -13,8 +13,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxprs_in_params
 
+from ..fusion.jaxprs import lowered
 from ..gemm.groups import GROUP
 from ..lowering.request import Request
 
@@ -114,6 +115,20 @@ class HopperPrimitive(Primitive):
         self.reference, self.linear_in, self.request_of = reference, linear_in, request_of
         for waiting in _waiting.values():
             waiting.append(self)
+
+    def is_high(self, *_: Any, **params: Any) -> bool:
+        """Whether a parameter has equations that JAX replaces before it lowers a program."""
+        return any(jaxpr.is_high for jaxpr in jaxprs_in_params(params))
+
+    def to_lojax(self, *args: Any, **params: Any) -> Any:
+        """Binds the primitive without such equations; JAX asks for it where none are left."""
+
+        def low(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(low, value))
+            return lowered(value) if getattr(value, "is_high", False) else value
+
+        return self.bind(*args, **{name: low(value) for name, value in params.items()})
 
     def bind(self, *args: Any, **params: Any) -> Any:
         for name in _waiting:

@@ -24,6 +24,7 @@ from .. import sharding
 from ..fusion.jaxprs import (
     ClosedJaxpr,
     abstract,
+    as_differentiated,
     is_inexact,
     jvp_by,
     mapped,
@@ -104,6 +105,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
 
     recomputed = not product.options.save_preactivation
     derivative = tangent(jaxpr, wrt, count, dtype, recomputed, moving_dtype)
+    params |= {"jaxpr": as_differentiated(jaxpr, wrt)}
     needed = [x for x, need in zip(operands, derivative.operands, strict=True) if need]
     recompute = None
     if not derivative.accumulators:
