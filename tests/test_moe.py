@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.moe_reference import assert_close, dense, looped, weights_of
 
@@ -207,6 +207,67 @@ def test_moved_rows_are_found_past_empty_spans():
         sizes, jnp.asarray([9, 4, 9, 0, 9]), jnp.asarray([0, 0, 2, 3, 4]), 6
     )
     np.testing.assert_array_equal(found, [4, 5, -1, 0, -1, -1])
+
+
+# Explicit mesh axes.
+
+
+def parts(x, router, gate_up, down):
+    routing = moe.route_tokens(x, router, 2, scale=jnp.float32(2))
+    rows = moe.dispatch_rows(x, routing)
+    weights = moe.row_weights(routing)
+    rows = moe.grouped_mlp(rows, gate_up, down, routing.group_sizes, row_weights=weights)
+    return moe.combine_rows(rows, routing), routing
+
+
+PLACED = {  # x, router, gate_up, down
+    "tokens": (P("d"), P(), P(), P()),
+    "tokens over two axes": (P(("d", "e")), P(), P(), P()),
+    "experts": (P("d"), P(), P("e"), P("e")),
+    "features": (P("d", "e"), P("e"), P(None, "e"), P(None, None, "e")),
+    "all over one": (P("d"), P("d"), P("d"), P("d")),
+    "nothing": (P(), P(), P(), P()),
+    "not placed": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("specs", PLACED.values(), ids=PLACED)
+def test_explicit_axes_give_results_shardings_of_their_tokens(specs):
+    args = weights_of(8, 8, 4, 6)
+
+    def both(x, *weights):
+        y, statistics = layer(2, scale=jnp.float32(2))(x, *weights)
+        return (y**2).sum() + moe.load_balancing_loss(statistics), (y, parts(x, *weights))
+
+    step = jax.jit(jax.grad(both, (0, 1, 2, 3), has_aux=True))
+    expected = step(*args)
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = args if specs is None else list(map(jax.reshard, args, specs))
+        gradients, results = step(*placed)
+        assert_close((gradients, results), expected)
+        for array, gradient in zip(placed, gradients, strict=True):
+            assert specs is None or jax.typeof(gradient) == jax.typeof(array)
+        y, (by_parts, routing) = results
+        (rows, features) = P(None, None) if specs is None else jax.typeof(placed[0]).sharding.spec
+        for array in (y, by_parts):
+            assert jax.typeof(array).sharding.spec == P(rows, features)
+        for array in (routing.weights, routing.experts, routing.positions):
+            assert jax.typeof(array).sharding.spec == P(rows, None)
+        assert jax.typeof(routing.order).sharding.spec == P(rows)
+        assert jax.typeof(routing.statistics.load).sharding.spec == P(None)
+
+
+def test_given_choices_are_routed_on_explicit_axes_of_arrays_alone():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    logits, experts = jnp.arange(12.0).reshape(4, 3), jnp.asarray([[0], [2], [7], [1]])
+    bias = jnp.asarray([0.0, 0.0, 30.0])
+    placed = [jax.device_put(x, NamedSharding(mesh, P("d"))) for x in (logits, experts)]
+    given = jax.jit(lambda x, experts: moe.route(x, 1, experts=experts))
+    assert_close(given(*placed), given(logits, experts))
+    chosen = jax.jit(lambda x: moe.route(x, 1, selection_bias=bias))
+    assert_close(chosen(placed[0]), chosen(logits))
 
 
 # Errors.

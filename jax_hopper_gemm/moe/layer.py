@@ -8,14 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
 from ..ops.recipes import Recipe
+from ..primitives.auto_axes import kept_sharding
 from .expert_parallel import EXCHANGES, Exchange
-from .router import Score, Statistics, combine_rows, dispatch_rows, route_tokens, row_weights
+from .router import (
+    Score,
+    Statistics,
+    by_xla,
+    combine_rows,
+    dispatch_rows,
+    route_tokens,
+    row_weights,
+)
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -62,38 +72,46 @@ def mixture_of_experts(
 
     Returns:
       (..., D), in the promoted dtype of `x` and the experts' weights, and the statistics; with
-      `expert_axis` they cover all tokens on it.
+      `expert_axis` they cover all tokens on it. With Explicit mesh axes the result is sharded as
+      `x` is, and statistics are replicated.
 
     Raises:
       ValueError: a shape does not fit, or another argument is not one of those above.
       NotImplementedError: `implementation="hopper"` and no kernel can run a product.
     """
     x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
+    rights = _right_operands(gate_up)
     devices = 1
     if expert_axis is not None:
         devices = layers.count_devices("mixture_of_experts", "expert_axis", expert_axis)
-    layers.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
-    tokens = x.reshape(-1, x.shape[-1])
-    routing = route_tokens(
-        tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
-        selection_bias=selection_bias, precision=precision, implementation=implementation,
-    )  # fmt: skip
+    choosing = experts_per_token, score, scale, selection_bias
+    layers.check_mixture(x, kernel, rights, down, devices, exchange, choosing)
 
-    def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
-        return grouped_mlp(
-            rows, gate_up, down, sizes, row_weights=weights, activation=activation,
-            save_preactivation=save_preactivation, precision=precision, recipe=recipe,
-            implementation=implementation,
+    def layer(x: Any, kernel: Any, rights: Any, down: Any, scale: Any, bias: Any) -> Any:
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = route_tokens(
+            tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
+            selection_bias=bias, precision=precision, implementation=implementation,
         )  # fmt: skip
 
-    if expert_axis is None:
-        rows = dispatch_rows(tokens, routing)
-        y = combine_rows(experts(rows, routing.group_sizes, row_weights(routing)), routing)
-        statistics = routing.statistics
-    else:
-        y = EXCHANGES[exchange](tokens, routing, experts, expert_axis, down.shape[0])
-        statistics = lax.pmean(routing.statistics, expert_axis)
-    return y.reshape(x.shape), statistics
+        def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
+            return grouped_mlp(
+                rows, rights, down, sizes, row_weights=weights, activation=activation,
+                save_preactivation=save_preactivation, precision=precision, recipe=recipe,
+                implementation=implementation,
+            )  # fmt: skip
+
+        if expert_axis is None:
+            rows = dispatch_rows(tokens, routing)
+            y = combine_rows(experts(rows, routing.group_sizes, row_weights(routing)), routing)
+            statistics = routing.statistics
+        else:
+            y = EXCHANGES[exchange](tokens, routing, experts, expert_axis, down.shape[0])
+            statistics = lax.pmean(routing.statistics, expert_axis)
+        return y.reshape(x.shape), statistics
+
+    shardings = kept_sharding(x, x.shape), PartitionSpec()
+    return by_xla(layer, shardings, x, kernel, rights, down, scale, selection_bias)
 
 
 def grouped_mlp(
@@ -127,7 +145,8 @@ def grouped_mlp(
         `jax_hopper_gemm.gated_linear_unit`.
 
     Returns:
-      (R, D), in the promoted dtype of `x` and the weights.
+      (R, D), in the promoted dtype of `x` and the weights. With Explicit mesh axes it is sharded
+      as `x` is.
 
     Raises:
       ValueError: shapes do not fit.
@@ -137,14 +156,18 @@ def grouped_mlp(
     rights = _right_operands(gate_up)
     scale = None if row_weights is None else jnp.asarray(row_weights)
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
-    hidden = ops.gated_linear_unit(
-        x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
-        row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
-        precision=precision, recipe=recipe, implementation=implementation,
-    )  # fmt: skip
-    return ops.ragged_dot(
-        hidden, down, sizes, precision, recipe=recipe, implementation=implementation
-    )
+
+    def mlp(x: Any, rights: Any, down: Any, sizes: Any, scale: Any) -> jax.Array:
+        hidden = ops.gated_linear_unit(
+            x, rights if len(rights) == 2 else rights[0], activation=activation,
+            row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
+            precision=precision, recipe=recipe, implementation=implementation,
+        )  # fmt: skip
+        return ops.ragged_dot(
+            hidden, down, sizes, precision, recipe=recipe, implementation=implementation
+        )
+
+    return by_xla(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
 
 
 def _right_operands(gate_up: Any) -> tuple[jax.Array, ...]:

@@ -95,12 +95,19 @@ def check_rows(op: str, name: str, x: Any, count: int, what: str) -> None:
 
 
 def check_mixture(
-    x: Any, kernel: Any, rights: tuple[Any, ...], down: Any, devices: int, exchange: Any
+    x: Any,
+    kernel: Any,
+    rights: tuple[Any, ...],
+    down: Any,
+    devices: int,
+    exchange: Any,
+    choosing: tuple[Any, ...],
 ) -> None:
     """Checks arguments whose errors inside the parts would be less clear.
 
     Args:
       devices: number of devices that share the experts; 1 without sharding.
+      choosing: experts_per_token, score, scale and selection_bias.
     """
     problems = _weight_problems(rights, down)
     if x.ndim < 1:
@@ -108,6 +115,7 @@ def check_mixture(
     if exchange not in EXCHANGES:
         problems.append(f"exchange is {exchange!r}, expected one of {', '.join(EXCHANGES)}")
     if not problems and kernel.ndim == 2:
+        problems += _choosing_problems(kernel.shape[1], *choosing)
         here, all_of_them = down.shape[0], kernel.shape[1]
         if here * devices != all_of_them:
             problems.append(
