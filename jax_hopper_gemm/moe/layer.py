@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -20,6 +19,7 @@ from .expert_parallel import EXCHANGES, Exchange
 from .router import (
     Score,
     Statistics,
+    as_jax,
     by_xla,
     combine_rows,
     dispatch_rows,
@@ -77,13 +77,17 @@ def mixture_of_experts(
 
     Raises:
       ValueError: a shape does not fit, or another argument is not one of those above.
+      TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run a product.
     """
-    x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
-    rights = _right_operands(gate_up)
+    op = "mixture_of_experts"
+    x, kernel, down = as_jax(op, x=x, router_kernel=router_kernel, down=down)
+    if selection_bias is not None:
+        (selection_bias,) = as_jax(op, selection_bias=selection_bias)
+    rights = _right_operands(op, gate_up)
     devices = 1
     if expert_axis is not None:
-        devices = layers.count_devices("mixture_of_experts", "expert_axis", expert_axis)
+        devices = layers.count_devices(op, "expert_axis", expert_axis)
     choosing = experts_per_token, score, scale, selection_bias
     layers.check_mixture(x, kernel, rights, down, devices, exchange, choosing)
 
@@ -150,11 +154,15 @@ def grouped_mlp(
 
     Raises:
       ValueError: shapes do not fit.
+      TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
-    x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
-    rights = _right_operands(gate_up)
-    scale = None if row_weights is None else jnp.asarray(row_weights)
+    op = "grouped_mlp"
+    x, down, sizes = as_jax(op, x=x, down=down, group_sizes=group_sizes)
+    rights = _right_operands(op, gate_up)
+    scale = None
+    if row_weights is not None:
+        (scale,) = as_jax(op, row_weights=row_weights)
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
 
     def mlp(x: Any, rights: Any, down: Any, sizes: Any, scale: Any) -> jax.Array:
@@ -170,6 +178,8 @@ def grouped_mlp(
     return by_xla(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
 
 
-def _right_operands(gate_up: Any) -> tuple[jax.Array, ...]:
-    """Returns gate and up, or the array that holds both."""
-    return tuple(map(jnp.asarray, gate_up if isinstance(gate_up, tuple | list) else (gate_up,)))
+def _right_operands(op: str, gate_up: Any) -> tuple[jax.Array, ...]:
+    """Returns gate and up, or the array that holds both, checked."""
+    if not isinstance(gate_up, tuple | list):
+        return tuple(as_jax(op, gate_up=gate_up))
+    return tuple(as_jax(op, **{f"gate_up[{i}]": x for i, x in enumerate(gate_up)}))

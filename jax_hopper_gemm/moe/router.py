@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import layers
+from ..ops.checks import as_arrays, layers
 from ..ops.dense import Implementation
 from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
 from ..primitives.define import promoted
@@ -24,6 +24,9 @@ Score = Literal["softmax", "sigmoid"]
 
 MOST_COLUMNS_OF_A_ROW_IN_A_TILE = 256  # XLA selects among more experts
 MOST_FUSED_EXPERTS_PER_TOKEN = 32
+
+FROM_ROUTER = "pass what route or route_tokens returns"
+FROM_ROUTING = "pass the statistics of a Routing, or those that the layer returns"
 
 
 class Statistics(NamedTuple):
@@ -70,6 +73,7 @@ def load_balancing_loss(statistics: Statistics) -> jax.Array:
 
     References: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961
     """
+    layers.check_named("load_balancing_loss", "statistics", statistics, Statistics, FROM_ROUTING)
     load, probability, _ = statistics
     return load.shape[-1] * jnp.sum(load * probability, axis=-1)
 
@@ -79,6 +83,7 @@ def router_z_loss(statistics: Statistics) -> jax.Array:
 
     References: Zoph et al., ST-MoE, https://arxiv.org/abs/2202.08906
     """
+    layers.check_named("router_z_loss", "statistics", statistics, Statistics, FROM_ROUTING)
     return statistics.z
 
 
@@ -116,10 +121,15 @@ def route(
       replicated.
 
     Raises:
-      ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, or `score` is
-        unknown.
+      ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, logits are
+        complex, or `score` is unknown.
+      TypeError: an operand is not an array.
     """
-    logits, experts = jnp.asarray(logits), None if experts is None else jnp.asarray(experts)
+    (logits,) = as_jax("route", logits=logits)
+    if selection_bias is not None:
+        (selection_bias,) = as_jax("route", selection_bias=selection_bias)
+    if experts is not None:
+        (experts,) = as_jax("route", experts=experts)
     layers.check_route(logits, experts_per_token, score, scale, selection_bias, experts)
     selection = Selection(experts_per_token, score, normalize)
 
@@ -162,7 +172,9 @@ def route_tokens(
       ValueError: D differs, or as `route`.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x, kernel = as_jax("route_tokens", x=x, kernel=kernel)
+    if selection_bias is not None:
+        (selection_bias,) = as_jax("route_tokens", selection_bias=selection_bias)
     layers.check_route_tokens(x, kernel, experts_per_token, score, scale, selection_bias)
     selection = Selection(experts_per_token, score, normalize)
     options: dict[str, Any] = {
@@ -184,6 +196,11 @@ def route_tokens(
         return arrange(logits, experts, selection, scale)
 
     return by_xla(routed, _shardings(x), x, kernel, scale, *_operands(selection_bias))
+
+
+def as_jax(op: str, **arrays: Any) -> list[jax.Array]:
+    """Returns the arrays, checked, as those of JAX."""
+    return list(map(jnp.asarray, as_arrays(op, **arrays)))
 
 
 def by_xla(function: Callable[..., Any], shardings: Any, *arrays: Any) -> Any:
@@ -319,7 +336,8 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
       x: (T, ...), of any dtype.
       routing: what `route` or `route_tokens` returned for these tokens.
     """
-    layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
+    layers.check_named("dispatch_rows", "routing", routing, Routing, FROM_ROUTER)
+    x = layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
     return _moved(x, _tokens(routing)[:, None], routing.positions)
 
 
@@ -332,12 +350,14 @@ def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
       rows: (R, ...), sorted by expert, as `dispatch_rows` gives them.
       routing: as in `dispatch_rows`.
     """
-    layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
+    layers.check_named("combine_rows", "routing", routing, Routing, FROM_ROUTER)
+    rows = layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
     return _moved(rows, routing.positions, _tokens(routing)[:, None])
 
 
 def row_weights(routing: Routing) -> jax.Array:
     """Returns the weight of each sorted row, (R,) float32; those of no expert have weight 0."""
+    layers.check_named("row_weights", "routing", routing, Routing, FROM_ROUTER)
     weights, _, _, order, positions, _ = routing
 
     def by_row(weights: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
@@ -355,5 +375,5 @@ def _tokens(routing: Routing) -> jax.Array:
     return routing.order // routing.positions.shape[1]
 
 
-def _operands(selection_bias: ArrayLike | None) -> tuple[jax.Array, ...]:
-    return () if selection_bias is None else (jnp.asarray(selection_bias),)
+def _operands(selection_bias: jax.Array | None) -> tuple[jax.Array, ...]:
+    return () if selection_bias is None else (selection_bias,)
