@@ -92,6 +92,23 @@ def test_products_and_derivatives_are_those_of_the_unoverlapped_form(
     assert_equal(*(jax.jit(partial(step, f))(x, w, ct) for f in (ours, theirs)))
 
 
+@pytest.mark.parametrize("axes", [("tp", "data"), ("data", "tp"), ("pp", "tp", "data")])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_several_axes_are_taken_in_any_order(name, axes):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "tp", "pp"))
+    x, w, ct = integers((16, 8)), integers((8, 16), seed=1), integers((16, 16), seed=2)
+    (x_spec, w_spec), out_spec = (
+        jax.tree.map(lambda spec: P(*(axes if a else None for a in spec)), specs)
+        for specs in specs_of(name)
+    )
+    ours, theirs = (
+        jax.shard_map(partial(f, axis_name=axes), mesh=mesh, in_specs=(x_spec, w_spec),
+                      out_specs=out_spec)
+        for f in PRODUCTS[name]
+    )  # fmt: skip
+    assert_equal(*(jax.jit(partial(step, f))(x, w, ct) for f in (ours, theirs)))
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_second_derivative_by_reverse_mode_is_the_same(name):
     x, w = integers((8, 8)) / 4, integers((8, 8), seed=1) / 4

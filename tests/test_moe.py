@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.moe_reference import assert_close, dense, looped, weights_of
 
@@ -209,6 +209,67 @@ def test_moved_rows_are_found_past_empty_spans():
     np.testing.assert_array_equal(found, [4, 5, -1, 0, -1, -1])
 
 
+# Explicit mesh axes.
+
+
+def parts(x, router, gate_up, down):
+    routing = moe.route_tokens(x, router, 2, scale=jnp.float32(2))
+    rows = moe.dispatch_rows(x, routing)
+    weights = moe.row_weights(routing)
+    rows = moe.grouped_mlp(rows, gate_up, down, routing.group_sizes, row_weights=weights)
+    return moe.combine_rows(rows, routing), routing
+
+
+PLACED = {  # x, router, gate_up, down
+    "tokens": (P("d"), P(), P(), P()),
+    "tokens over two axes": (P(("d", "e")), P(), P(), P()),
+    "experts": (P("d"), P(), P("e"), P("e")),
+    "features": (P("d", "e"), P("e"), P(None, "e"), P(None, None, "e")),
+    "all over one": (P("d"), P("d"), P("d"), P("d")),
+    "nothing": (P(), P(), P(), P()),
+    "not placed": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("specs", PLACED.values(), ids=PLACED)
+def test_explicit_axes_give_results_shardings_of_their_tokens(specs):
+    args = weights_of(8, 8, 4, 6)
+
+    def both(x, *weights):
+        y, statistics = layer(2, scale=jnp.float32(2))(x, *weights)
+        return (y**2).sum() + moe.load_balancing_loss(statistics), (y, parts(x, *weights))
+
+    step = jax.jit(jax.grad(both, (0, 1, 2, 3), has_aux=True))
+    expected = step(*args)
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = args if specs is None else list(map(jax.reshard, args, specs))
+        gradients, results = step(*placed)
+        assert_close((gradients, results), expected)
+        for array, gradient in zip(placed, gradients, strict=True):
+            assert specs is None or jax.typeof(gradient) == jax.typeof(array)
+        y, (by_parts, routing) = results
+        (rows, features) = P(None, None) if specs is None else jax.typeof(placed[0]).sharding.spec
+        for array in (y, by_parts):
+            assert jax.typeof(array).sharding.spec == P(rows, features)
+        for array in (routing.weights, routing.experts, routing.positions):
+            assert jax.typeof(array).sharding.spec == P(rows, None)
+        assert jax.typeof(routing.order).sharding.spec == P(rows)
+        assert jax.typeof(routing.statistics.load).sharding.spec == P(None)
+
+
+def test_given_choices_are_routed_on_explicit_axes_of_arrays_alone():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    logits, experts = jnp.arange(12.0).reshape(4, 3), jnp.asarray([[0], [2], [7], [1]])
+    bias = jnp.asarray([0.0, 0.0, 30.0])
+    placed = [jax.device_put(x, NamedSharding(mesh, P("d"))) for x in (logits, experts)]
+    given = jax.jit(lambda x, experts: moe.route(x, 1, experts=experts))
+    assert_close(given(*placed), given(logits, experts))
+    chosen = jax.jit(lambda x: moe.route(x, 1, selection_bias=bias))
+    assert_close(chosen(placed[0]), chosen(logits))
+
+
 # Errors.
 
 
@@ -241,4 +302,32 @@ def test_moved_rows_are_found_past_empty_spans():
 )  # fmt: skip
 def test_errors_say_what_came_and_what_was_expected(call, message):
     with pytest.raises(ValueError, match=message):
+        call(*weights_of(9, 6, 8, 10))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, r, g, d: moe.route(x * 1j, 2), r"^route: logits is c64\[9,6\], expected real"),
+        (lambda x, r, g, d: moe.route_tokens(x, r * 1j, 2), r"^route_tokens: kernel is c64"),
+        (lambda x, r, g, d: moe.route(x, 2, selection_bias=x[0] * 1j), "selection_bias is c64"),
+        (lambda x, r, g, d: moe.route(x, 1, experts=[[0]] * 9), "^route: experts is a list, exp"),
+        (lambda x, r, g, d: moe.route(x, 2, selection_bias="a"), "^route: selection_bias is a str"),
+        (lambda x, r, g, d: layer(2, selection_bias="a")(x, r, g, d),
+         "^mixture_of_experts: selection_bias is a str, expected an array"),
+        (lambda x, r, g, d: layer(2)(x, r, None, d), "^mixture_of_experts: gate_up is a NoneType"),
+        (lambda x, r, g, d: layer(2)(x, r, (g, None), d), r"gate_up\[1\] is a NoneType, expected"),
+        (lambda x, r, g, d: moe.grouped_mlp(x, g, d, [9] + [0] * 7),
+         "^grouped_mlp: group_sizes is a list, expected an array: convert it with jnp.asarray"),
+        (lambda x, r, g, d: moe.dispatch_rows(x, moe.route(x, 2).order),
+         r"^dispatch_rows: routing is i32\[18\], expected a Routing: pass what route"),
+        (lambda x, r, g, d: moe.combine_rows(x, None), "^combine_rows: routing is a NoneType"),
+        (lambda x, r, g, d: moe.row_weights(x), r"^row_weights: routing is f32\[9,6\], expected"),
+        (lambda x, r, g, d: moe.load_balancing_loss(jnp.ones(3)),
+         r"^load_balancing_loss: statistics is f32\[3\], expected a Statistics: pass the stat"),
+        (lambda x, r, g, d: moe.router_z_loss(moe.route(x, 2)), "statistics is a Routing, expect"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_function_and_its_argument(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call(*weights_of(9, 6, 8, 10))

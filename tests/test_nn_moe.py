@@ -119,6 +119,44 @@ def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
 
 
 @pytest.mark.slow
+def test_explicit_axes_shard_tokens_and_experts():
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    made, x = filled()
+    expected = run(made, x)
+    with jax.set_mesh(mesh):
+        x = jax.reshard(x, P("data"))
+        for parameter in (made.gate_up, made.down):
+            parameter.set_value(jax.reshard(parameter[...], P("expert")))
+        y = run(made, x)
+        assert jax.typeof(y) == jax.typeof(x)
+        assert_close(y, expected)
+        twin = ours_linen.MoE(10, **SIZES)
+        y, variables = twin.init_with_output(jax.random.key(0), x)
+        assert jax.typeof(y) == jax.typeof(x)
+        assert_close(jax.jit(twin.apply)(variables, x), y)
+
+
+def test_shardings_of_explicit_axes_that_shard_map_does_not_take_are_named():
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    stacked, x = filled(expert_axis="expert", mesh=mesh)
+    message = (
+        r"inputs by P\(None, None\), expected P\('expert', None\); "
+        r"gate_up by P\(.*\), expected P\('expert', None, None, None\); down by"
+    )
+    with pytest.raises(ValueError, match=message):
+        stacked(x)
+    pair, _ = filled(stacked=False, expert_axis="expert", token_axes=("data", "expert"))
+    with jax.set_mesh(mesh):
+        x = jax.reshard(x, P(("data", "expert")))
+        for parameter in (pair.gate, pair.down):
+            parameter.set_value(jax.reshard(parameter[...], P("expert")))
+        with pytest.raises(ValueError, match=r"sharded: up by P\(.*\)\. Reshard them by"):
+            pair(x)
+        pair.up.set_value(jax.reshard(pair.up[...], P("expert")))
+        assert jax.typeof(jax.eval_shape(pair, x)).sharding.spec == P(("data", "expert"), None)
+
+
+@pytest.mark.slow
 def test_a_layer_inside_of_shard_map_takes_its_own_experts():
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
     here, x = filled()

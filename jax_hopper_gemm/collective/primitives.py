@@ -14,6 +14,7 @@ Letters: n devices along the mesh axis, each with m of the M = n * m rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -128,7 +129,15 @@ def _rows_of(x: jax.Array, device: Any, start: int, size: int, count: int) -> ja
 def _shifted(x: jax.Array, axis_name: Any, step: int) -> jax.Array:
     """Returns the array of the device `step` places before this one."""
     count = lax.axis_size(axis_name)
-    return lax.ppermute(x, axis_name, [(i, (i + step) % count) for i in range(count)])
+    names, places = axis_name, range(count)
+    if isinstance(axis_name, tuple):  # `ppermute` counts devices in the mesh's order of its axes
+        of_mesh = jax.typeof(x).sharding.mesh.axis_names
+        names = tuple(sorted(axis_name, key=[*of_mesh, *axis_name].index))
+        devices = list(itertools.product(*(range(lax.axis_size(name)) for name in axis_name)))
+        order = [axis_name.index(name) for name in names]
+        in_mesh = sorted(devices, key=lambda device: [device[i] for i in order])
+        places = [in_mesh.index(device) for device in devices]
+    return lax.ppermute(x, names, [(places[i], places[(i + step) % count]) for i in range(count)])
 
 
 def _scattered_dot_tangent(

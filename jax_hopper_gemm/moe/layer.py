@@ -6,16 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
 from ..ops.recipes import Recipe
+from ..primitives.auto_axes import kept_sharding
 from .expert_parallel import EXCHANGES, Exchange
-from .router import Score, Statistics, combine_rows, dispatch_rows, route_tokens, row_weights
+from .router import (
+    Score,
+    Statistics,
+    as_jax,
+    by_xla,
+    combine_rows,
+    dispatch_rows,
+    route_tokens,
+    row_weights,
+)
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -62,38 +72,50 @@ def mixture_of_experts(
 
     Returns:
       (..., D), in the promoted dtype of `x` and the experts' weights, and the statistics; with
-      `expert_axis` they cover all tokens on it.
+      `expert_axis` they cover all tokens on it. With Explicit mesh axes the result is sharded as
+      `x` is, and statistics are replicated.
 
     Raises:
       ValueError: a shape does not fit, or another argument is not one of those above.
+      TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run a product.
     """
-    x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
+    op = "mixture_of_experts"
+    x, kernel, down = as_jax(op, x=x, router_kernel=router_kernel, down=down)
+    if selection_bias is not None:
+        (selection_bias,) = as_jax(op, selection_bias=selection_bias)
+    rights = _right_operands(op, gate_up)
     devices = 1
     if expert_axis is not None:
-        devices = layers.count_devices("mixture_of_experts", "expert_axis", expert_axis)
-    layers.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
-    tokens = x.reshape(-1, x.shape[-1])
-    routing = route_tokens(
-        tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
-        selection_bias=selection_bias, precision=precision, implementation=implementation,
-    )  # fmt: skip
+        devices = layers.count_devices(op, "expert_axis", expert_axis)
+    choosing = experts_per_token, score, scale, selection_bias
+    layers.check_mixture(x, kernel, rights, down, devices, exchange, choosing)
 
-    def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
-        return grouped_mlp(
-            rows, gate_up, down, sizes, row_weights=weights, activation=activation,
-            save_preactivation=save_preactivation, precision=precision, recipe=recipe,
-            implementation=implementation,
+    def layer(x: Any, kernel: Any, rights: Any, down: Any, scale: Any, bias: Any) -> Any:
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = route_tokens(
+            tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
+            selection_bias=bias, precision=precision, implementation=implementation,
         )  # fmt: skip
 
-    if expert_axis is None:
-        rows = dispatch_rows(tokens, routing)
-        y = combine_rows(experts(rows, routing.group_sizes, row_weights(routing)), routing)
-        statistics = routing.statistics
-    else:
-        y = EXCHANGES[exchange](tokens, routing, experts, expert_axis, down.shape[0])
-        statistics = lax.pmean(routing.statistics, expert_axis)
-    return y.reshape(x.shape), statistics
+        def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
+            return grouped_mlp(
+                rows, rights, down, sizes, row_weights=weights, activation=activation,
+                save_preactivation=save_preactivation, precision=precision, recipe=recipe,
+                implementation=implementation,
+            )  # fmt: skip
+
+        if expert_axis is None:
+            rows = dispatch_rows(tokens, routing)
+            y = combine_rows(experts(rows, routing.group_sizes, row_weights(routing)), routing)
+            statistics = routing.statistics
+        else:
+            y = EXCHANGES[exchange](tokens, routing, experts, expert_axis, down.shape[0])
+            statistics = lax.pmean(routing.statistics, expert_axis)
+        return y.reshape(x.shape), statistics
+
+    shardings = kept_sharding(x, x.shape), PartitionSpec()
+    return by_xla(layer, shardings, x, kernel, rights, down, scale, selection_bias)
 
 
 def grouped_mlp(
@@ -127,26 +149,37 @@ def grouped_mlp(
         `jax_hopper_gemm.gated_linear_unit`.
 
     Returns:
-      (R, D), in the promoted dtype of `x` and the weights.
+      (R, D), in the promoted dtype of `x` and the weights. With Explicit mesh axes it is sharded
+      as `x` is.
 
     Raises:
       ValueError: shapes do not fit.
+      TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
-    x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
-    rights = _right_operands(gate_up)
-    scale = None if row_weights is None else jnp.asarray(row_weights)
+    op = "grouped_mlp"
+    x, down, sizes = as_jax(op, x=x, down=down, group_sizes=group_sizes)
+    rights = _right_operands(op, gate_up)
+    scale = None
+    if row_weights is not None:
+        (scale,) = as_jax(op, row_weights=row_weights)
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
-    hidden = ops.gated_linear_unit(
-        x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
-        row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
-        precision=precision, recipe=recipe, implementation=implementation,
-    )  # fmt: skip
-    return ops.ragged_dot(
-        hidden, down, sizes, precision, recipe=recipe, implementation=implementation
-    )
+
+    def mlp(x: Any, rights: Any, down: Any, sizes: Any, scale: Any) -> jax.Array:
+        hidden = ops.gated_linear_unit(
+            x, rights if len(rights) == 2 else rights[0], activation=activation,
+            row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
+            precision=precision, recipe=recipe, implementation=implementation,
+        )  # fmt: skip
+        return ops.ragged_dot(
+            hidden, down, sizes, precision, recipe=recipe, implementation=implementation
+        )
+
+    return by_xla(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
 
 
-def _right_operands(gate_up: Any) -> tuple[jax.Array, ...]:
-    """Returns gate and up, or the array that holds both."""
-    return tuple(map(jnp.asarray, gate_up if isinstance(gate_up, tuple | list) else (gate_up,)))
+def _right_operands(op: str, gate_up: Any) -> tuple[jax.Array, ...]:
+    """Returns gate and up, or the array that holds both, checked."""
+    if not isinstance(gate_up, tuple | list):
+        return tuple(as_jax(op, gate_up=gate_up))
+    return tuple(as_jax(op, **{f"gate_up[{i}]": x for i, x in enumerate(gate_up)}))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import layers
+from ..ops.checks import as_arrays, layers
 from ..ops.dense import Implementation
+from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
 from ..primitives.define import promoted
 from ..primitives.group_sizes import as_int32
 from ..primitives.rows import in_order, sum_rows
@@ -21,6 +24,9 @@ Score = Literal["softmax", "sigmoid"]
 
 MOST_COLUMNS_OF_A_ROW_IN_A_TILE = 256  # XLA selects among more experts
 MOST_FUSED_EXPERTS_PER_TOKEN = 32
+
+FROM_ROUTER = "pass what route or route_tokens returns"
+FROM_ROUTING = "pass the statistics of a Routing, or those that the layer returns"
 
 
 class Statistics(NamedTuple):
@@ -67,6 +73,7 @@ def load_balancing_loss(statistics: Statistics) -> jax.Array:
 
     References: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961
     """
+    layers.check_named("load_balancing_loss", "statistics", statistics, Statistics, FROM_ROUTING)
     load, probability, _ = statistics
     return load.shape[-1] * jnp.sum(load * probability, axis=-1)
 
@@ -76,6 +83,7 @@ def router_z_loss(statistics: Statistics) -> jax.Array:
 
     References: Zoph et al., ST-MoE, https://arxiv.org/abs/2202.08906
     """
+    layers.check_named("router_z_loss", "statistics", statistics, Statistics, FROM_ROUTING)
     return statistics.z
 
 
@@ -108,21 +116,32 @@ def route(
         of the token's weights. With `experts`, `selection_bias` must be None.
 
     Returns:
-      Weights, choices, the order of rows and statistics: see `Routing`.
+      Weights, choices, the order of rows and statistics: see `Routing`. With Explicit mesh axes
+      what has an entry for each token or row is sharded as rows of `logits` are, and the rest is
+      replicated.
 
     Raises:
-      ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, or `score` is
-        unknown.
+      ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, logits are
+        complex, or `score` is unknown.
+      TypeError: an operand is not an array.
     """
-    logits, experts = jnp.asarray(logits), None if experts is None else jnp.asarray(experts)
+    (logits,) = as_jax("route", logits=logits)
+    if selection_bias is not None:
+        (selection_bias,) = as_jax("route", selection_bias=selection_bias)
+    if experts is not None:
+        (experts,) = as_jax("route", experts=experts)
     layers.check_route(logits, experts_per_token, score, scale, selection_bias, experts)
-    selection = Selection(experts_per_token, score, normalize, scale)
-    logits = logits.astype(jnp.float32)
-    if experts is None:
-        return arrange(logits, selection.experts(logits, *_operands(selection_bias)), selection)
-    experts, count = as_int32(experts, least=-1), logits.shape[1]
-    chooses = (experts >= 0) & (experts < count)
-    return arrange(logits, jnp.where(chooses, experts, count), selection, chooses)
+    selection = Selection(experts_per_token, score, normalize)
+
+    def routed(logits: Any, experts: Any, scale: Any, *bias: jax.Array) -> Routing:
+        logits = logits.astype(jnp.float32)
+        if experts is None:
+            return arrange(logits, selection.experts(logits, *bias), selection, scale)
+        experts, count = as_int32(experts, least=-1), logits.shape[1]
+        chooses = (experts >= 0) & (experts < count)
+        return arrange(logits, jnp.where(chooses, experts, count), selection, scale, chooses)
+
+    return by_xla(routed, _shardings(logits), logits, experts, scale, *_operands(selection_bias))
 
 
 def route_tokens(
@@ -153,24 +172,55 @@ def route_tokens(
       ValueError: D differs, or as `route`.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x, kernel = as_jax("route_tokens", x=x, kernel=kernel)
+    if selection_bias is not None:
+        (selection_bias,) = as_jax("route_tokens", selection_bias=selection_bias)
     layers.check_route_tokens(x, kernel, experts_per_token, score, scale, selection_bias)
-    selection = Selection(experts_per_token, score, normalize, scale)
+    selection = Selection(experts_per_token, score, normalize)
     options: dict[str, Any] = {
         "precision": precision,
         "preferred_element_type": promoted(jnp.result_type(x, kernel), jnp.float32),
         "implementation": implementation,
     }
     fits = kernel.shape[1] <= MOST_COLUMNS_OF_A_ROW_IN_A_TILE
-    if fits and experts_per_token <= MOST_FUSED_EXPERTS_PER_TOKEN:
-        bias = _operands(selection_bias)
-        logits, experts = ops.matmul(
-            x, kernel, epilogue=selection.with_logits, epilogue_operands=bias, **options
-        )
-    else:
-        logits = ops.matmul(x, kernel, **options)
-        experts = selection.experts(logits, *_operands(selection_bias))
-    return arrange(logits, experts, selection)
+    fits = fits and experts_per_token <= MOST_FUSED_EXPERTS_PER_TOKEN
+
+    def routed(x: jax.Array, kernel: jax.Array, scale: Any, *bias: jax.Array) -> Routing:
+        if fits:
+            logits, experts = ops.matmul(
+                x, kernel, epilogue=selection.with_logits, epilogue_operands=bias, **options
+            )
+        else:
+            logits = ops.matmul(x, kernel, **options)
+            experts = selection.experts(logits, *bias)
+        return arrange(logits, experts, selection, scale)
+
+    return by_xla(routed, _shardings(x), x, kernel, scale, *_operands(selection_bias))
+
+
+def as_jax(op: str, **arrays: Any) -> list[jax.Array]:
+    """Returns the arrays, checked, as those of JAX."""
+    return list(map(jnp.asarray, as_arrays(op, **arrays)))
+
+
+def by_xla(function: Callable[..., Any], shardings: Any, *arrays: Any) -> Any:
+    """Returns `function(*arrays)`, its results of these shardings where mesh axes are Explicit."""
+    if is_explicit(*arrays):
+        return in_auto_axes(function, shardings, *arrays)
+    return function(*arrays)
+
+
+def rows_sharding(x: jax.Array, rows: int, ndim: int) -> Any:
+    """Returns the sharding of an array with so many rows, split as those of `x` and not else."""
+    split, *_ = kept_sharding(x, (rows, *x.shape[1:]))
+    return PartitionSpec(split, *[None] * (ndim - 1))
+
+
+def _shardings(x: jax.Array) -> Any:
+    """Returns the shardings of a routing: what belongs to tokens is split as they are."""
+    whole: Any = PartitionSpec()
+    vector, matrix = (rows_sharding(x, x.shape[0], ndim) for ndim in (1, 2))
+    return Routing(matrix, matrix, whole, vector, matrix, whole)
 
 
 @dataclass(frozen=True)
@@ -178,13 +228,12 @@ class Selection:
     """The rule that chooses and weighs experts; plain data, so that equal rules share a trace.
 
     Attributes:
-      experts_per_token, score, normalize, scale: as in `route`.
+      experts_per_token, score, normalize: as in `route`.
     """
 
     experts_per_token: int
     score: Score
     normalize: bool
-    scale: float | None
 
     def experts(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
         """Returns (T, k) int32. Scores rise with logits, so only a bias needs the scores."""
@@ -217,7 +266,7 @@ class Selection:
                 weights = weights / total
             if chooses is not None:  # a token without any expert
                 weights = jnp.where(chooses, weights, 0)
-        return weights if self.scale is None else self.scale * weights
+        return weights
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
         if self.score == "softmax":
@@ -236,12 +285,17 @@ def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
 
 
 def arrange(
-    logits: jax.Array, experts: jax.Array, selection: Selection, chooses: jax.Array | None = None
+    logits: jax.Array,
+    experts: jax.Array,
+    selection: Selection,
+    scale: Any,
+    chooses: jax.Array | None = None,
 ) -> Routing:
     """Returns the routing of given choices.
 
     Args:
       experts: (T, k) int32, of the E columns of `logits`; E for none.
+      scale: as in `route`.
       chooses: (T, k), whether `experts` has one; None where all have.
     """
     tokens, num_experts = logits.shape
@@ -252,6 +306,7 @@ def arrange(
         jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / max(tokens, 1),
     )
     weights = selection.weights(logits, experts, chooses)
+    weights = weights if scale is None else scale * weights
     return Routing(weights, experts, sizes, order, positions, statistics)
 
 
@@ -281,8 +336,9 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
       x: (T, ...), of any dtype.
       routing: what `route` or `route_tokens` returned for these tokens.
     """
-    layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
-    return sum_rows(x, _tokens(routing)[:, None], routing.positions)
+    layers.check_named("dispatch_rows", "routing", routing, Routing, FROM_ROUTER)
+    x = layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
+    return _moved(x, _tokens(routing)[:, None], routing.positions)
 
 
 def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
@@ -294,19 +350,30 @@ def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
       rows: (R, ...), sorted by expert, as `dispatch_rows` gives them.
       routing: as in `dispatch_rows`.
     """
-    layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
-    return sum_rows(rows, routing.positions, _tokens(routing)[:, None])
+    layers.check_named("combine_rows", "routing", routing, Routing, FROM_ROUTER)
+    rows = layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
+    return _moved(rows, routing.positions, _tokens(routing)[:, None])
 
 
 def row_weights(routing: Routing) -> jax.Array:
     """Returns the weight of each sorted row, (R,) float32; those of no expert have weight 0."""
-    positions = routing.positions.reshape(-1, 1)
-    return sum_rows(routing.weights.reshape(-1), routing.order[:, None], positions)
+    layers.check_named("row_weights", "routing", routing, Routing, FROM_ROUTER)
+    weights, _, _, order, positions, _ = routing
+
+    def by_row(weights: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
+        return sum_rows(weights.reshape(-1), order[:, None], positions.reshape(-1, 1))
+
+    return by_xla(by_row, rows_sharding(weights, order.shape[0], 1), weights, order, positions)
+
+
+def _moved(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
+    sharding = kept_sharding(x, (sources.shape[0], *x.shape[1:]))
+    return by_xla(sum_rows, sharding, x, sources, users)
 
 
 def _tokens(routing: Routing) -> jax.Array:
     return routing.order // routing.positions.shape[1]
 
 
-def _operands(selection_bias: ArrayLike | None) -> tuple[jax.Array, ...]:
-    return () if selection_bias is None else (jnp.asarray(selection_bias),)
+def _operands(selection_bias: jax.Array | None) -> tuple[jax.Array, ...]:
+    return () if selection_bias is None else (selection_bias,)

@@ -23,7 +23,7 @@ EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
 
 
 def check_route(logits: Any, k: Any, score: Any, scale: Any, bias: Any, experts: Any) -> None:
-    problems = []
+    problems = _real_problems(logits=logits)
     if logits.ndim != 2:
         problems.append(
             f"logits are {describe(logits)}, expected (tokens, experts): reshape leading axes"
@@ -48,7 +48,8 @@ def check_route_tokens(x: Any, kernel: Any, k: Any, score: Any, scale: Any, bias
         )
         if a.ndim != 2
     ]
-    if not problems:
+    problems += _real_problems(x=x, kernel=kernel)
+    if x.ndim == kernel.ndim == 2:
         if x.shape[1] != kernel.shape[0]:
             problems.append(
                 f"features differ: x is {describe(x)}, kernel is {describe(kernel)}"
@@ -85,22 +86,37 @@ def check_grouped_mlp(
     fail("grouped_mlp", problems + named, mistyped)
 
 
-def check_rows(op: str, name: str, x: Any, count: int, what: str) -> None:
-    """Checks that an array has a row for each token, or for each sorted row, of a routing."""
-    as_arrays(op, **{name: x})
+def check_named(op: str, name: str, x: Any, kind: type, source: str) -> None:
+    """Checks that an argument is a named tuple of ours; `source` says where one comes from."""
+    if not isinstance(x, kind):
+        what = describe(x) if is_array(x) else f"a {type(x).__name__}"
+        fail(op, [], [f"{name} is {what}, expected a {kind.__name__}: {source}"])
+
+
+def check_rows(op: str, name: str, x: Any, count: int, what: str) -> Any:
+    """Returns an array, checked to have a row for each token, or sorted row, of a routing."""
+    (x,) = as_arrays(op, **{name: x})
     if np.ndim(x) < 1 or differ(np.shape(x)[0], count):
         fail(
             op, [f"{name} is {describe(x)}, expected {count} rows, one for each {what} of routing"]
         )
+    return jnp.asarray(x)
 
 
 def check_mixture(
-    x: Any, kernel: Any, rights: tuple[Any, ...], down: Any, devices: int, exchange: Any
+    x: Any,
+    kernel: Any,
+    rights: tuple[Any, ...],
+    down: Any,
+    devices: int,
+    exchange: Any,
+    choosing: tuple[Any, ...],
 ) -> None:
     """Checks arguments whose errors inside the parts would be less clear.
 
     Args:
       devices: number of devices that share the experts; 1 without sharding.
+      choosing: experts_per_token, score, scale and selection_bias.
     """
     problems = _weight_problems(rights, down)
     if x.ndim < 1:
@@ -108,6 +124,7 @@ def check_mixture(
     if exchange not in EXCHANGES:
         problems.append(f"exchange is {exchange!r}, expected one of {', '.join(EXCHANGES)}")
     if not problems and kernel.ndim == 2:
+        problems += _choosing_problems(kernel.shape[1], *choosing)
         here, all_of_them = down.shape[0], kernel.shape[1]
         if here * devices != all_of_them:
             problems.append(
@@ -160,7 +177,15 @@ def _choosing_problems(experts: int, k: Any, score: Any, scale: Any, bias: Any) 
         problems.append(f"score is {score!r}, expected {' or '.join(map(repr, SCORES))}")
     if bias is not None and np.shape(bias) != (experts,):
         problems.append(f"selection_bias is {describe(bias)}, expected one for each expert")
-    return problems
+    return problems + ([] if bias is None else _real_problems(selection_bias=bias))
+
+
+def _real_problems(**arrays: Any) -> list[str]:
+    return [
+        f"{name} is {describe(x)}, expected real numbers: experts are chosen by their order"
+        for name, x in arrays.items()
+        if kind(x) == COMPLEX
+    ]
 
 
 def check_all_gather_matmul(
