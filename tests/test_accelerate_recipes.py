@@ -157,9 +157,9 @@ def test_products_that_state_a_sharding_take_the_recipe():
     """As all gradients by JAX do on Explicit axes, and products whose K is sharded."""
 
     def two(params: Any, x: Any, *specs: P) -> Any:
-        hidden, out = ({"out_sharding": spec} for spec in specs or (None, None))
-        h = jax.nn.silu(jnp.matmul(x, params[0], **hidden))
-        return jnp.mean(jnp.matmul(h, params[1], **out).astype(jnp.float32) ** 2)
+        hidden, out = specs or (None, None)
+        h = jax.nn.silu(jnp.matmul(x, params[0], out_sharding=hidden))
+        return jnp.mean(jnp.matmul(h, params[1], out_sharding=out).astype(jnp.float32) ** 2)
 
     params, x = tuple(map(normal, W, (0, 1))), normal(X, 2)[0]
     whole = jax.jit(jhg.accelerate(jax.value_and_grad(two), recipe=BLOCKS))(params, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -305,27 +306,30 @@ def test_errors_say_what_came_and_what_was_expected(call, message):
         call(*weights_of(9, 6, 8, 10))
 
 
+MOE: Any = moe  # for arguments of other types
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, r, g, d: moe.route(x * 1j, 2), r"^route: logits is c64\[9,6\], expected real"),
-        (lambda x, r, g, d: moe.route_tokens(x, r * 1j, 2), r"^route_tokens: kernel is c64"),
-        (lambda x, r, g, d: moe.route(x, 2, selection_bias=x[0] * 1j), "selection_bias is c64"),
-        (lambda x, r, g, d: moe.route(x, 1, experts=[[0]] * 9), "^route: experts is a list, exp"),
-        (lambda x, r, g, d: moe.route(x, 2, selection_bias="a"), "^route: selection_bias is a str"),
+        (lambda x, r, g, d: MOE.route(x * 1j, 2), r"^route: logits is c64\[9,6\], expected real"),
+        (lambda x, r, g, d: MOE.route_tokens(x, r * 1j, 2), r"^route_tokens: kernel is c64"),
+        (lambda x, r, g, d: MOE.route(x, 2, selection_bias=x[0] * 1j), "selection_bias is c64"),
+        (lambda x, r, g, d: MOE.route(x, 1, experts=[[0]] * 9), "^route: experts is a list, exp"),
+        (lambda x, r, g, d: MOE.route(x, 2, selection_bias="a"), "^route: selection_bias is a str"),
         (lambda x, r, g, d: layer(2, selection_bias="a")(x, r, g, d),
          "^mixture_of_experts: selection_bias is a str, expected an array"),
         (lambda x, r, g, d: layer(2)(x, r, None, d), "^mixture_of_experts: gate_up is a NoneType"),
         (lambda x, r, g, d: layer(2)(x, r, (g, None), d), r"gate_up\[1\] is a NoneType, expected"),
-        (lambda x, r, g, d: moe.grouped_mlp(x, g, d, [9] + [0] * 7),
+        (lambda x, r, g, d: MOE.grouped_mlp(x, g, d, [9] + [0] * 7),
          "^grouped_mlp: group_sizes is a list, expected an array: convert it with jnp.asarray"),
-        (lambda x, r, g, d: moe.dispatch_rows(x, moe.route(x, 2).order),
+        (lambda x, r, g, d: MOE.dispatch_rows(x, MOE.route(x, 2).order),
          r"^dispatch_rows: routing is i32\[18\], expected a Routing: pass what route"),
-        (lambda x, r, g, d: moe.combine_rows(x, None), "^combine_rows: routing is a NoneType"),
-        (lambda x, r, g, d: moe.row_weights(x), r"^row_weights: routing is f32\[9,6\], expected"),
-        (lambda x, r, g, d: moe.load_balancing_loss(jnp.ones(3)),
+        (lambda x, r, g, d: MOE.combine_rows(x, None), "^combine_rows: routing is a NoneType"),
+        (lambda x, r, g, d: MOE.row_weights(x), r"^row_weights: routing is f32\[9,6\], expected"),
+        (lambda x, r, g, d: MOE.load_balancing_loss(jnp.ones(3)),
          r"^load_balancing_loss: statistics is f32\[3\], expected a Statistics: pass the stat"),
-        (lambda x, r, g, d: moe.router_z_loss(moe.route(x, 2)), "statistics is a Routing, expect"),
+        (lambda x, r, g, d: MOE.router_z_loss(MOE.route(x, 2)), "statistics is a Routing, expect"),
     ],
 )  # fmt: skip
 def test_errors_name_the_function_and_its_argument(call, message):

@@ -105,8 +105,11 @@ def test_explicit_mesh_axes_make_no_difference():
         x = array(S, K, sharding=NamedSharding(mesh, P()))
         on = NamedSharding(mesh, P("rows"))
         found = jhg.explain(jhg.ragged_dot, x, W, SIZES, out_sharding=on)
+        gate = partial(jhg.gated_linear_unit, recipe=jhg.recipes.BlockScaling())
+        stacked: Any = jhg.explain(gate, x, array(G, K, 2, N), group_sizes=SIZES)
     assert found.devices == 2
     assert replace(found, devices=1) == jhg.explain(jhg.ragged_dot, array(S, K), W, SIZES)
+    assert {x.path for x in stacked.products} == {"hopper"}
 
 
 def test_xla_on_request_is_explained():

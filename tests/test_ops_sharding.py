@@ -341,7 +341,7 @@ def test_arrays_need_not_be_placed_on_explicit_axes_to_be_quantized():
         found = [results(x, w), jax.jit(results)(x, w)]
     close = partial(np.testing.assert_allclose, rtol=1e-2)
     for each in found:
-        jax.tree.map(lambda x, y: close(*(np.float32(a) for a in (x, y))), each, whole)
+        jax.tree.map(lambda x, y: close(x.astype("float32"), y.astype("float32")), each, whole)
 
 
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P("y", None)])

@@ -363,8 +363,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
         (lambda: jhg.quantize(normal((4, 4)), None), TypeError, "dtype is None, expected"),  # type: ignore[arg-type]
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
-        (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((2, 64, 8))), [3, 5]),  # type: ignore[arg-type]
-         TypeError, r"rhs is a Quantized, expected an array: its dequantize\(\) is one; beside 16"),
+        (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((1, 64, 8))), np.array([3])),
+         TypeError, r"lhs is f32\[8,64\] beside a quantized array: quantize it, too"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, error, text):

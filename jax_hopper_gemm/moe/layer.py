@@ -81,9 +81,8 @@ def mixture_of_experts(
       NotImplementedError: `implementation="hopper"` and no kernel can run a product.
     """
     op = "mixture_of_experts"
-    x, kernel, down = as_jax(op, x=x, router_kernel=router_kernel, down=down)
-    if selection_bias is not None:
-        (selection_bias,) = as_jax(op, selection_bias=selection_bias)
+    given = {"selection_bias": selection_bias}
+    x, kernel, down, selection_bias = as_jax(op, given, x=x, router_kernel=router_kernel, down=down)
     rights = _right_operands(op, gate_up)
     devices = 1
     if expert_axis is not None:
@@ -158,11 +157,9 @@ def grouped_mlp(
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
     op = "grouped_mlp"
-    x, down, sizes = as_jax(op, x=x, down=down, group_sizes=group_sizes)
+    given = {"row_weights": row_weights}
+    x, down, sizes, scale = as_jax(op, given, x=x, down=down, group_sizes=group_sizes)
     rights = _right_operands(op, gate_up)
-    scale = None
-    if row_weights is not None:
-        (scale,) = as_jax(op, row_weights=row_weights)
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
 
     def mlp(x: Any, rights: Any, down: Any, sizes: Any, scale: Any) -> jax.Array:

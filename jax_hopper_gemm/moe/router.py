@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -125,11 +125,8 @@ def route(
         complex, or `score` is unknown.
       TypeError: an operand is not an array.
     """
-    (logits,) = as_jax("route", logits=logits)
-    if selection_bias is not None:
-        (selection_bias,) = as_jax("route", selection_bias=selection_bias)
-    if experts is not None:
-        (experts,) = as_jax("route", experts=experts)
+    given = {"selection_bias": selection_bias, "experts": experts}
+    logits, selection_bias, experts = as_jax("route", given, logits=logits)
     layers.check_route(logits, experts_per_token, score, scale, selection_bias, experts)
     selection = Selection(experts_per_token, score, normalize)
 
@@ -172,9 +169,8 @@ def route_tokens(
       ValueError: D differs, or as `route`.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    x, kernel = as_jax("route_tokens", x=x, kernel=kernel)
-    if selection_bias is not None:
-        (selection_bias,) = as_jax("route_tokens", selection_bias=selection_bias)
+    given = {"selection_bias": selection_bias}
+    x, kernel, selection_bias = as_jax("route_tokens", given, x=x, kernel=kernel)
     layers.check_route_tokens(x, kernel, experts_per_token, score, scale, selection_bias)
     selection = Selection(experts_per_token, score, normalize)
     options: dict[str, Any] = {
@@ -198,9 +194,10 @@ def route_tokens(
     return by_xla(routed, _shardings(x), x, kernel, scale, *_operands(selection_bias))
 
 
-def as_jax(op: str, **arrays: Any) -> list[jax.Array]:
-    """Returns the arrays, checked, as those of JAX."""
-    return list(map(jnp.asarray, as_arrays(op, **arrays)))
+def as_jax(op: str, optional: dict[str, Any] | None = None, **arrays: Any) -> list[jax.Array]:
+    """Returns the arrays, checked, as those of JAX; then `optional` ones, of which None stays."""
+    found = as_arrays(op, optional, **arrays)
+    return [jnp.asarray(x) if x is not None else cast(Any, None) for x in found]
 
 
 def by_xla(function: Callable[..., Any], shardings: Any, *arrays: Any) -> Any:

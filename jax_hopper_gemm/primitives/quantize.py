@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 from jax import lax
@@ -65,13 +65,10 @@ def hopper_quantize(
 
 def by_xla(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     """Returns what `quantized` does, whatever dtype and blocks, as operations of XLA."""
-    wide = x.astype(jnp.float32)
-    split, axes = _split(wide, blocks)
+    split, axes, inner = _split(x.astype(jnp.float32), blocks)
     scale = scale_of(largest_magnitude(split, axes, keepdims=True), dtype)
     values = rounded(lax.stop_gradient(split / scale), dtype)
-    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
-    values = values.reshape(padded)[tuple(map(slice, x.shape))]
-    return values, jnp.squeeze(scale, _inner(blocks))
+    return _joined(values, x, blocks), jnp.squeeze(scale, inner)
 
 
 def quantized_between(
@@ -81,7 +78,7 @@ def quantized_between(
 
     From the least to the largest number of a block, or 0, all of the dtype's numbers are taken.
     """
-    split, axes = _split(x.astype(jnp.float32), blocks)
+    split, axes, inner = _split(x.astype(jnp.float32), blocks)
     low, high = (
         _with_nan(f(split, axes, keepdims=True, initial=0.0), split, axes, keepdims=True)
         for f in (jnp.min, jnp.max)
@@ -93,10 +90,7 @@ def quantized_between(
     finite = jnp.isfinite(scale)  # else values and zero points are 0, and all is 0 * scale: NaN
     zero = jnp.where(finite, jnp.clip(jnp.round(first - low / scale), first, last), 0.0)
     values = jnp.clip(jnp.round(split / scale) + zero, first, last)
-    values = jnp.where(finite, values, 0.0).astype(dtype)
-    inner = _inner(blocks)
-    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
-    values = values.reshape(padded)[tuple(map(slice, x.shape))]
+    values = _joined(jnp.where(finite, values, 0.0).astype(dtype), x, blocks)
     return values, jnp.squeeze(scale, inner), jnp.squeeze(zero, inner).astype(dtype)
 
 
@@ -134,39 +128,35 @@ def _is_integer(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
-def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns an array with each axis of blocks as two, and the axes that share a scale."""
-    extents, shape, axes = x.shape, [], []
+def _split(
+    x: jax.Array, blocks: Sequence[int | None]
+) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
+    """Returns an array with each axis of blocks as two, and the axes that share a scale.
+
+    After them come those of these that number the elements of a block.
+    """
+    extents, shape, axes, inner = x.shape, [], [], []
     x = jnp.pad(x, _padding(x, blocks)) if x.ndim else x
     for extent, block in zip(extents, blocks, strict=True):
-        if _divides(block):
-            axes.append(len(shape) + 1)
-            shape += [-(-extent // block), block]
-        else:
+        if block in (None, 1):
             axes += [len(shape)] if block is None else []
             shape.append(extent)
-    return x.reshape(shape), tuple(axes)
+        else:
+            inner.append(len(shape) + 1)
+            shape += [-(-extent // block), block]
+    return x.reshape(shape), (*axes, *inner), tuple(inner)
+
+
+def _joined(values: jax.Array, x: jax.Array, blocks: Sequence[int | None]) -> jax.Array:
+    """Returns the values of `_split`'s array as they lie in `x`."""
+    pairs = zip(x.shape, _padding(x, blocks), strict=True)
+    return values.reshape([n + more for n, (_, more) in pairs])[tuple(map(slice, x.shape))]
 
 
 def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
     """Returns how many elements each axis lacks of whole blocks."""
     pairs = zip(x.shape, blocks, strict=True)
     return [(0, -extent % block if block else 0) for extent, block in pairs]
-
-
-def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
-    """Returns the axes of `_split`'s array that number the elements of a block."""
-    axes, at = [], 0
-    for block in blocks:
-        if _divides(block):
-            axes.append(at + 1)
-        at += 2 if _divides(block) else 1
-    return tuple(axes)
-
-
-def _divides(block: int | None) -> TypeGuard[int]:
-    """Whether an axis is cut into blocks."""
-    return block not in (None, 1)
 
 
 # The primitive.

@@ -146,7 +146,8 @@ class Program:
     def replaced(self, equation: Any, function: Callable[..., Any]) -> Program:
         """Returns the program of a function of the operands that stands for an equation."""
         avals = [atom.aval for atom in equation.invars]
-        return Program(jax.make_jaxpr(function)(*avals), self, equation)
+        with equation.ctx.manager:  # of its mesh
+            return Program(jax.make_jaxpr(function)(*avals), self, equation)
 
     def made(self, atom: Any) -> tuple[Program, Any]:
         """Returns the equation that made a variable, with its program; None for an argument."""

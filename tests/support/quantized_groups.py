@@ -60,7 +60,7 @@ class Program:
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.float32(np.random.default_rng(seed).standard_normal(shape) / 8)
+    return np.random.default_rng(seed).standard_normal(shape, np.float32) / 8
 
 
 def quantize(x: np.ndarray, dtype: str, block: Any) -> jhg.Quantized:
