@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -136,24 +137,28 @@ def test_explicit_axes_shard_tokens_and_experts():
         assert_close(jax.jit(twin.apply)(variables, x), y)
 
 
-def test_shardings_of_explicit_axes_that_shard_map_does_not_take_are_named():
+@pytest.mark.slow
+@pytest.mark.parametrize("is_set", [True, False])
+def test_on_explicit_axes_experts_are_resharded(is_set):
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
-    stacked, x = filled(expert_axis="expert", mesh=mesh)
-    message = (
-        r"inputs by P\(None, None\), expected P\('expert', None\); "
-        r"gate_up by P\(.*\), expected P\('expert', None, None, None\); down by"
-    )
-    with pytest.raises(ValueError, match=message):
-        stacked(x)
-    pair, _ = filled(stacked=False, expert_axis="expert", token_axes=("data", "expert"))
-    with jax.set_mesh(mesh):
-        x = jax.reshard(x, P(("data", "expert")))
-        for parameter in (pair.gate, pair.down):
-            parameter.set_value(jax.reshard(parameter[...], P("expert")))
-        with pytest.raises(ValueError, match=r"sharded: up by P\(.*\)\. Reshard them by"):
-            pair(x)
-        pair.up.set_value(jax.reshard(pair.up[...], P("expert")))
-        assert jax.typeof(jax.eval_shape(pair, x)).sharding.spec == P(("data", "expert"), None)
+
+    def results(made, x):
+        parts = nnx.split(made)
+
+        def forward(x):
+            y = nnx.merge(*parts)(x)
+            return y.sum(), y
+
+        return jax.jit(jax.value_and_grad(forward, has_aux=True))(x)
+
+    expected = results(*filled())
+    axes = {"expert_axis": "expert", "token_axes": ("data", "expert")}
+    with jax.set_mesh(mesh) if is_set else nullcontext():
+        found = results(*filled(**axes, mesh=None if is_set else mesh))
+    ((_, y), gradient), ((_, expected_y), expected_gradient) = found, expected
+    assert jax.typeof(y).sharding.spec == P(("data", "expert"), None)
+    assert_close(y, expected_y)
+    assert_close(gradient, expected_gradient)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import moe
 from ..moe import Exchange, Score, Statistics
@@ -143,8 +143,7 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError: a shape does not fit; or with `expert_axis` there is no mesh, it lacks one of
-            the axes, its devices do not divide the first axis of the input, or on Explicit axes
-            the input or a parameter is sharded otherwise.
+            the axes, or its devices do not divide the first axis of the input.
         """
         gate_up = (self.gate_up[...],) if self.stacked else (self.gate[...], self.up[...])
         bias = None if self.selection_bias is None else self.selection_bias[...]
@@ -210,7 +209,12 @@ def run(
     everywhere = PartitionSpec()
     args = x, router, weights, down, selection_bias
     in_specs = tokens, everywhere, experts, experts, everywhere
-    _check_shardings(mesh, args, in_specs)
+    whole = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if whole.are_all_axes_explicit:  # there `jax.shard_map` moves no array
+        args = tuple(
+            jax.tree.map(partial(jax.reshard, out_shardings=NamedSharding(whole, spec)), arg)
+            for arg, spec in zip(args, in_specs, strict=True)
+        )
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(tokens, everywhere))(*args)
 
 
@@ -234,26 +238,4 @@ def _check_axes(expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any
         raise ValueError(
             f"MoE: inputs have shape {x.shape}, expected a first axis that {devices} devices on "
             f"{token_axes} divide evenly: pad it"
-        )
-
-
-def _check_shardings(mesh: Any, args: tuple[Any, ...], specs: tuple[PartitionSpec, ...]) -> None:
-    """Checks that arrays on Explicit axes lie as `jax.shard_map` takes them, which moves none."""
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    fewer = getattr(jax.config, "jax_remove_size_one_mesh_axis_from_type", False)
-    if fewer or not mesh.are_all_axes_explicit:  # with that option types lack axes of specs
-        return
-    hidden = ("gate", "up") if isinstance(args[2], tuple) else ("gate_up",)
-    names = "inputs", "router", *hidden, "down", "selection_bias"
-    pairs = [(x, spec) for arg, spec in zip(args, specs, strict=True) for x in jax.tree.leaves(arg)]
-    problems = []
-    for name, (x, spec) in zip(names, pairs, strict=False):  # there may be no bias
-        found = jax.typeof(x).sharding.spec
-        wanted = PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
-        if found != wanted:
-            problems.append(f"{name} by {found}, expected {wanted}")
-    if problems:
-        raise ValueError(
-            f"MoE: arrays on Explicit mesh axes are sharded: {'; '.join(problems)}. Reshard them "
-            "by jax.reshard(array, jax.NamedSharding(mesh, expected))"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -102,6 +102,7 @@ def gated(kind: str, stacked: bool, grouped: bool) -> Program:
     return Program(function, (quantize(normal(M, K), E4M3, rows), weights))
 
 
+@cache
 def programs() -> dict[str, Program]:
     found = {
         f"{kind}, {name}": ragged(kind, name, dtype)
