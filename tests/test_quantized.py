@@ -376,3 +376,12 @@ def test_a_scale_for_each_element_of_k_is_refused():
     a = jhg.Quantized(Q.values, jnp.ones((64, 256)))
     with pytest.raises(NotImplementedError, match="each element of the contracted axis"):
         jhg.dot_general(a, a, (((1,), (1,)), ((), ())))
+
+
+@pytest.mark.parametrize("precision", [None, "highest", "ANY_F8_ANY_F8_F32"])
+def test_a_precision_is_what_jax_makes_of_it(precision):
+    """Sums by block scales are promoted whatever is asked for."""
+    a = abstract((512, 1024), "float8_e4m3fn", (512, 8))
+    b = abstract((1024, 768), "float8_e4m3fn", (8, 6))
+    (spec,) = specs(a, b, precision=precision)
+    assert spec.promoted and spec.a_block

@@ -30,7 +30,6 @@ from ..gemm.type_legality import type_violations
 from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 
-MAX_TENSOR_MAPS = 16  # of one launch
 MAX_INT8_K = 2**31 // 128**2  # terms of (-128) * (-128) that int32 does not hold
 
 
@@ -232,6 +231,3 @@ def _epilogue_violations(problem: GemmProblem) -> Iterator[str]:
     selected = max((result.k for result in p.graph.results), default=0)
     if selected > p.n:
         yield f"the epilogue selects {selected} of rows of {p.n}: ask for {p.n} at most"
-    maps = 2 + p.gated + len(p.graph.matrices) + len(p.graph.loaded)
-    if maps > MAX_TENSOR_MAPS:
-        yield f"the epilogue needs {maps} tensor maps, over {MAX_TENSOR_MAPS}: split it in two"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..fusion.jaxprs import abstract
+from ..fusion.jaxprs import traced
 from ..gemm.dtypes import QUANTIZED
 from ..gemm.product import Options
 from ..primitives.auto_axes import in_auto_axes, is_explicit
@@ -100,10 +100,14 @@ def run_quantized(
         product = JaxProduct(lax.dot_general, numbers)
         return run(product, values, scaled, (*scales, *following), options)
     dtype, whole, several = steps.dtypes(preferred, jnp.float32)
-    options = in_contexts(replace(options, preferred_element_type=dtype))
-    by_jax = partial(lax.dot_general, dimension_numbers=dimension_numbers)
-    values = (x.values for _, x in operands)
-    like = abstract(partial(by_jax, out_sharding=out_sharding), *values)
+    by_jax = partial(
+        lax.dot_general, dimension_numbers=dimension_numbers, precision=options.precision,
+        preferred_element_type=dtype, out_sharding=out_sharding,
+    )  # fmt: skip
+    closed = traced(by_jax, *(jax.typeof(x.values) for _, x in operands))
+    (dot,), (like,) = closed.jaxpr.eqns, closed.out_avals
+    options = replace(options, preferred_element_type=dtype, precision=dot.params["precision"])
+    options = in_contexts(options)
     multiply = partial(_product, options=options, shape=like.shape)
     if is_explicit(lhs.values, rhs.values):  # axes are merged
         multiply = partial(in_auto_axes, multiply, like.sharding)
