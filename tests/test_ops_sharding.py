@@ -352,3 +352,24 @@ def test_weights_of_any_sharding_are_packed(spec):
         packed = jhg.Quantized(values, scale).pack_weights()
         assert jax.typeof(packed.values).sharding.spec == spec
     np.testing.assert_array_equal(packed.values, w.pack_weights().values)
+
+
+@pytest.mark.parametrize("out_spec", [P("x"), None])
+def test_rows_that_are_picked_have_their_scales(out_spec):
+    x, w = integers((40, 32)), integers((3, 32, 16), seed=1)
+    sizes, rows = jnp.array([10, 0, 10]), jnp.arange(20)[::-1]
+
+    def product(x, w, **options):
+        rows_of_x, columns = (
+            jhg.quantize(x, "int8", (1, None)),
+            jhg.quantize(w, "int8", (1, None, 1)),
+        )
+        options |= {"group_sizes": sizes, "row_indices": rows}
+        gated = jhg.gated_linear_unit(rows_of_x, (columns, columns), **options)
+        return gated, jhg.ragged_dot(rows_of_x, columns, **options)
+
+    whole = product(x, w)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        found = product(jax.reshard(x, P("x")), jax.reshard(w, P()), out_sharding=out_spec)
+        assert {jax.typeof(y).sharding.spec for y in found} == {P(*(out_spec or (None,)), None)}
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, whole)

@@ -48,6 +48,9 @@ def test_transformations_are_those_of_the_dequantized_arrays(kind):
         return jax.vmap(lambda s: jhg.ragged_dot(x, w, s, activation="relu"))(both)
 
     close(mapped(x, w), mapped(x.dequantize(), w.dequantize()), 1e-2)
+    twice = jax.tree.map(lambda a: jnp.stack((a, a)), x)
+    found = jax.vmap(lambda x: jhg.ragged_dot(x, w, SIZES, activation="relu"))(twice)
+    close(found[1], mapped(x, w)[0])
 
     def loss(scale: Any, wide: bool) -> Any:
         own = replace(w, scale=scale)

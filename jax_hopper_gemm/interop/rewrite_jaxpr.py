@@ -330,10 +330,8 @@ def _run_within(equation: Any, function: Callable[[], None]) -> None:
     params = equation.params
     if not params.get("check_vma"):
         return function()
-    axes = params["newly_manual_axes"]
-    mapped = jax.shard_map(
-        function, mesh=params["mesh"], in_specs=(), out_specs=None, axis_names=axes
-    )
+    where = {"mesh": params["mesh"], "axis_names": params["newly_manual_axes"]}
+    mapped = jax.shard_map(function, in_specs=(), out_specs=None, **where)
     with equation.ctx.manager:
         jax.make_jaxpr(mapped)()
 

@@ -17,6 +17,7 @@ One GPU finds the rows of each sum by a sort, and reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from jax import lax
@@ -29,21 +30,6 @@ from ..primitives.rows import add_rows_p
 MOST_ROWS = 1024  # of a table whose gradient is a product
 LEAST_SHARE = 256  # of cotangents, for each row of it
 LEAST_ROW, LEAST_MOVED = 64, 2**20  # elements of a row, and of all that are put back in order
-
-
-def with_choices(equations: Iterable[Any]) -> list[Any]:
-    """Returns the equations with each scatter of one number a row into zeros as a choice."""
-    return _replaced(equations, _is_pick, _choice)
-
-
-def with_products(equations: Iterable[Any]) -> list[Any]:
-    """Returns the equations with each scatter of many 16-bit rows into few zeros as a product."""
-    return _replaced(equations, _is_lookup, _product)
-
-
-def with_row_sums(equations: Iterable[Any]) -> list[Any]:
-    """Returns the equations with each scatter of 16-bit rows into no more zeros as `add_rows`."""
-    return _replaced(equations, _puts_back, _row_sums)
 
 
 def _replaced(
@@ -178,3 +164,9 @@ def _counting(indices: Any, mode: Any, extent: int) -> Any:
     if mode != lax.GatherScatterMode.CLIP:
         return indices
     return lax.clamp(indices.dtype.type(0), indices, indices.dtype.type(extent - 1))
+
+
+# One number a row becomes a choice, many 16-bit rows into few a product, others `add_rows`.
+with_choices = partial(_replaced, chosen=_is_pick, function_of=_choice)
+with_products = partial(_replaced, chosen=_is_lookup, function_of=_product)
+with_row_sums = partial(_replaced, chosen=_puts_back, function_of=_row_sums)

@@ -138,7 +138,8 @@ def route(
         chooses = (experts >= 0) & (experts < count)
         return arrange(logits, jnp.where(chooses, experts, count), selection, scale, chooses)
 
-    return by_xla(routed, _shardings(logits), logits, experts, scale, *_operands(selection_bias))
+    bias = () if selection_bias is None else (selection_bias,)
+    return by_xla(routed, _shardings(logits), logits, experts, scale, *bias)
 
 
 def route_tokens(
@@ -191,7 +192,8 @@ def route_tokens(
             experts = selection.experts(logits, *bias)
         return arrange(logits, experts, selection, scale)
 
-    return by_xla(routed, _shardings(x), x, kernel, scale, *_operands(selection_bias))
+    bias = () if selection_bias is None else (selection_bias,)
+    return by_xla(routed, _shardings(x), x, kernel, scale, *bias)
 
 
 def as_jax(op: str, optional: dict[str, Any] | None = None, **arrays: Any) -> list[jax.Array]:
@@ -370,7 +372,3 @@ def _moved(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
 
 def _tokens(routing: Routing) -> jax.Array:
     return routing.order // routing.positions.shape[1]
-
-
-def _operands(selection_bias: jax.Array | None) -> tuple[jax.Array, ...]:
-    return () if selection_bias is None else (selection_bias,)

@@ -115,25 +115,22 @@ def gated_linear_unit(
     )  # fmt: skip
     options = in_contexts(options)
     numbers = ((jnp.ndim(x) - 1,), (0,)), ((), ())
-
-    def each_group(vectors: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(jnp.expand_dims(x, 1) for x in vectors)
-
+    of_group = partial(jnp.expand_dims, axis=1)
+    biases = tuple(map(of_group, biases)) if grouped else biases
     if factors is None:
         dot = partial(dot_general, dimension_numbers=numbers)
         if grouped:
             dot = partial(ragged_dot, group_sizes=sizes, group_offset=offset, row_indices=rows)
-            biases = each_group(biases)
         dot = partial(
             dot, precision=precision, preferred_element_type=preferred_element_type,
             save_preactivation=save_preactivation, out_sharding=out_sharding,
             implementation=implementation,
         )  # fmt: skip
         return _by_two_products(dot, *operands, gate=gate, operands=(*biases, *scale))
-    if sizes is not None:
+    if grouped:
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
-        factors = *each_group(factors[:2]), *map(arrays.gathered, factors[2:])
-        operands = *factors, *each_group(biases), *scale
+        factors = *map(of_group, factors[:2]), *map(arrays.gathered, factors[2:])
+        operands = *factors, *biases, *scale
         return run_with_epilogue(op, arrays, operands, gate, options, out_sharding)
     operands = (*factors, *biases, *scale)
     if out_sharding is not None and len(rights) == 1:

@@ -106,8 +106,8 @@ def run_quantized(
     )  # fmt: skip
     closed = traced(by_jax, *(jax.typeof(x.values) for _, x in operands))
     (dot,), (like,) = closed.jaxpr.eqns, closed.out_avals
-    options = replace(options, preferred_element_type=dtype, precision=dot.params["precision"])
-    options = in_contexts(options)
+    precision = dot.params["precision"]
+    options = in_contexts(replace(options, preferred_element_type=dtype, precision=precision))
     multiply = partial(_product, options=options, shape=like.shape)
     if is_explicit(lhs.values, rhs.values):  # axes are merged
         multiply = partial(in_auto_axes, multiply, like.sharding)

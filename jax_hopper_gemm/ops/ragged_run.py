@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, typeof
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import varying_together
 from ..fusion.memo import memoised
 from ..gemm.groups import VARLEN_M_KN, VARLEN_M_NK, Groups
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
-from ..primitives.auto_axes import in_auto_axes, is_explicit
+from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
@@ -72,7 +73,11 @@ class RaggedArrays(NamedTuple):
         """Returns the rows, of the left operand or of its scales, that are multiplied."""
         if self.rows is None or x.shape[:1] != self.lhs.shape[:1]:  # or one scale for all
             return x
-        return pick_rows(x, as_int32(self.rows, least=-1))
+        rows = as_int32(self.rows, least=-1)
+        if is_explicit(x, rows):
+            lead = kept_sharding(rows, rows.shape)
+            return in_auto_axes(pick_rows, PartitionSpec(*lead, None), x, rows)
+        return pick_rows(x, rows)
 
     @property
     def length(self) -> int:

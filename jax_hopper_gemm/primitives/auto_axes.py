@@ -46,12 +46,11 @@ def kept_sharding(x: Any, shape: Sequence[int]) -> PartitionSpec:
     """Returns the sharding of an array or type for another shape, where its axes divide that."""
     sharding = (x if isinstance(x, ShapedArray) else jax.typeof(x)).sharding
 
-    def divides(extent: int, axes: Any) -> bool:
-        names = axes if isinstance(axes, tuple) else (axes,)
-        return axes is None or extent % prod(sharding.mesh.shape[name] for name in names) == 0
+    def kept(extent: int, axes: Any) -> Any:
+        names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        return None if extent % prod(sharding.mesh.shape[name] for name in names) else axes
 
-    entries = zip(shape, padded_partitions(sharding, len(shape)), strict=True)
-    return PartitionSpec(*(axes if divides(extent, axes) else None for extent, axes in entries))
+    return PartitionSpec(*map(kept, shape, padded_partitions(sharding, len(shape))))
 
 
 def stated_sharding(aval: Any) -> Any:

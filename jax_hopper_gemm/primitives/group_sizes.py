@@ -91,10 +91,8 @@ def run_ends(sizes: jax.Array, length: Any) -> jax.Array:
 
 
 def count_up_to(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns how many numbers of a list are at most each value, int32; it is halved each time.
-
-    JAX's `searchsorted` is not traced where `jax.shard_map` leaves a mesh axis to XLA.
-    """
+    """Returns how many numbers of a list are at most each value, int32, as it is halved."""
+    # NOTE: JAX traces no `searchsorted` where `jax.shard_map` leaves a mesh axis to XLA.
     count = ascending.shape[0]
     ascending, values = varying_together(ascending, values)
 

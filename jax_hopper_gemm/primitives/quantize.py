@@ -155,8 +155,7 @@ def _joined(values: jax.Array, x: jax.Array, blocks: Sequence[int | None]) -> ja
 
 def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
     """Returns how many elements each axis lacks of whole blocks."""
-    pairs = zip(x.shape, blocks, strict=True)
-    return [(0, -extent % block if block else 0) for extent, block in pairs]
+    return [(0, -n % block if block else 0) for n, block in zip(x.shape, blocks, strict=True)]
 
 
 # The primitive.

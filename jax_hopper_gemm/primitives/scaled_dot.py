@@ -35,7 +35,7 @@ from ..lowering.request import Request
 from .auto_axes import in_auto_axes, is_explicit, kept_sharding
 from .define import Rules, define_primitive, mapped_first
 from .dot import reference_dot
-from .ragged_reference import reference_ragged_dot
+from .ragged_dot import hopper_ragged_dot
 
 SCALED = Subscripts.parse("mk,nk->mn")
 BATCHED = Subscripts.parse("bmk,bnk->bmn")
@@ -120,7 +120,7 @@ def _reference(
     count = len(product.subscripts.contracted)
     pair = dequantized(lhs, lhs_scale, count), dequantized(rhs, rhs_scale, count)
     if product.groups:
-        out = reference_ragged_dot(*pair, operands[0], product=whole)
+        out = hopper_ragged_dot(*pair, operands[0], whole)
     else:
         wide = whole.with_options(preferred_element_type=jnp.dtype("float32"))
         out = reference_dot(*pair, product=wide).astype(whole.options.preferred_element_type)
