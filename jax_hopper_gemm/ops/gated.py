@@ -123,8 +123,8 @@ def gated_linear_unit(
             dot = partial(ragged_dot, group_sizes=sizes, group_offset=offset, row_indices=rows)
         dot = partial(
             dot, precision=precision, preferred_element_type=preferred_element_type,
-            save_preactivation=save_preactivation, out_sharding=out_sharding,
-            implementation=implementation,
+            save_preactivation=save_preactivation, cotangent_dtype=cotangent_dtype,
+            out_sharding=out_sharding, implementation=implementation,
         )  # fmt: skip
         return _by_two_products(dot, *operands, gate=gate, operands=(*biases, *scale))
     if grouped:
