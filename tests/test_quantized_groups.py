@@ -83,3 +83,22 @@ def test_mistakes_are_named():
     numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     with pytest.raises(NotImplementedError, match="rows in groups, .M, K., are multiplied"):
         jhg.ragged_dot_general(x, x, SIZES, numbers)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_scales_of_all_groups_are_read_by_no_group(quantized):
+    """To a kernel an operand of groups has a row for each."""
+    w = jhg.quantize(normal(4, K, 16, seed=1), "int8", (None, None, 1))
+    x = normal(M, K).astype(jnp.bfloat16)
+    rows: Any = jhg.quantize(x, "int8", (1, None)) if quantized else x
+    wide = (rows.dequantize() if quantized else x.astype(jnp.float32)), w.dequantize()
+
+    def dot(x: Any, w: Any) -> Any:
+        return jhg.ragged_dot(x, w, SIZES)
+
+    def gated(x: Any, w: Any) -> Any:
+        return jhg.gated_linear_unit(x, (w, w), group_sizes=SIZES)
+
+    for function in (dot, gated):
+        assert "rows_of_groups" not in str(jax.make_jaxpr(function)(rows, w))
+        close(function(rows, w), function(*wide), 1e-2)

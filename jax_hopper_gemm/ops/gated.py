@@ -129,8 +129,8 @@ def gated_linear_unit(
         return _by_two_products(dot, *operands, gate=gate, operands=(*biases, *scale))
     if grouped:
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
-        factors = *map(of_group, factors[:2]), *map(arrays.gathered, factors[2:])
-        operands = *factors, *biases, *scale
+        columns = (x if x.shape[0] == 1 else of_group(x) for x in factors[:2])  # 1: of all groups
+        operands = *columns, *map(arrays.gathered, factors[2:]), *biases, *scale
         return run_with_epilogue(op, arrays, operands, gate, options, out_sharding)
     operands = (*factors, *biases, *scale)
     if out_sharding is not None and len(rights) == 1:

@@ -160,7 +160,7 @@ def quantize(
         raise ValueError(f"quantize: {name} has no zero points, only int8 and int4 have: symmetric")
     run = partial(quantized if symmetric else quantized_between, dtype=dtype, blocks=blocks)
     if is_explicit(x):  # axes are cut into blocks
-        counts = [-(-n // (b or n)) for n, b in zip(x.shape, blocks, strict=True)]
+        counts = [-(-n // b) if b else 1 for n, b in zip(x.shape, blocks, strict=True)]
         shapes = (x.shape, counts, counts)[: 2 if symmetric else 3]
         run = partial(in_auto_axes, run, tuple(kept_sharding(x, shape) for shape in shapes))
     values, scale, *zero = run(x)
