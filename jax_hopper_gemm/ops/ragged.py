@@ -132,9 +132,8 @@ def ragged_dot(
         product: Any = run_product(op, arrays, BASIC, options, out_sharding)
         return product
     checks.check_group_operands(op, operands, rhs)
-    for name, x in scales.items():
-        if x.shape[:1] == (1,) and x.ndim == 3:  # one for all groups
-            scales[name] = lax.squeeze(x, (0,))
+    # Those that all groups share are rows.
+    scales |= {x: lax.squeeze(y, (0,)) for x, y in scales.items() if y.shape[:-2] == (1,)}
     if SCALES[0] in scales:
         scales[SCALES[0]] = arrays.gathered(scales[SCALES[0]])
     if bias is not None:
