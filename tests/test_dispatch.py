@@ -17,6 +17,7 @@ from jax_hopper_gemm.dispatch import (
     candidates,
     choice,
     choose,
+    choose_invariant,
     legal_specs,
     problem_violations,
     table_specs,
@@ -314,6 +315,19 @@ def test_few_rows_take_boxes_that_end_with_them(m):
     assert best is not None and best.spec.short_boxes and best.spec.evict_first == "b"
     tall = replace(best.spec, short_boxes=False)
     assert estimate(problem, tall, RasterOrder(), H200).ns > best.cost.ns
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "first"),
+    [(16, 2048, 2048, "b"), (16, 4096, 4096, None), (1, 5120, 4096, None), (16, 6144, 4096, "b")],
+)
+def test_a_stream_that_l2_holds_from_call_to_call_is_not_evicted_first(m, n, k, first):
+    """8.4, 34, 42 and 50 MB: the first stays there anyway, the last does not fit."""
+    problem = GemmProblem.dense(m, n, k)
+    for decision in (choose(problem, H200, kernel_only=True), choose_invariant(problem, H200)):
+        spec = decision.spec
+        assert spec is not None and spec.short_boxes and spec.evict_first == first
+        assert spec in table_specs(H200)
 
 
 @pytest.mark.parametrize(

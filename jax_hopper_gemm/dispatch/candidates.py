@@ -328,7 +328,8 @@ def measured_specs(device: Device) -> list[GemmSpec]:
 
 
 def specs_on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
-    """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
-    if not device.comm_overlap:
-        return list(specs)
-    return list(dict.fromkeys(dynamic_spec(spec) or spec for spec in specs))
+    """Returns the kernels that `choose` returns on `device` where tables and model name these."""
+    if device.comm_overlap:
+        specs = [dynamic_spec(spec) or spec for spec in specs]
+    staying = (replace(spec, evict_first=None) for spec in specs if spec.evict_first)
+    return list(dict.fromkeys((*specs, *staying)))
