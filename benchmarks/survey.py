@@ -10,19 +10,19 @@ matters how well it knows. Those of the `heldout` suite are left out. `--suite` 
 suite in their place. `--table` adds the fastest of each product's kernels to a table, as `tune`
 does in more time.
 
-Of each product these kernels are timed, in one program with XLA's own product, so that all share
-clock and temperature: the one that dispatch would run, those of least expected cost, the best of
+Of each product these kernels are timed, in turns with XLA's own product, so that all share clock
+and temperature: the one that dispatch would run, those of least expected cost, the best of
 each kind, and the best two of `UNTRIED`, which dispatch does not know; with `--tiles` also the best
 tiles of these, without K shared, alone and in clusters of two. Of large results of short K
 also those of `DYNAMIC`, unless one kernel is asked for. The time of a kernel is
-CUPTI's, the median over the rounds; every launch reads another set of inputs.
+CUPTI's, the median of some launches, each of another set of inputs and among its equals: those of
+another policy for L2 would leave it more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -57,7 +57,7 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.tma_box import SWIZZLE_BYTES
-from jax_hopper_gemm.testing import benchmark, shapes
+from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
 OPEN = 1.02  # XLA's expected time over ours, from which more is to be learnt of a product
@@ -87,6 +87,8 @@ DYNAMIC = (
     Config(256, 192, cluster_n=2, tile_scheduler="dynamic"),
     Config(64, 256, warp_schedule="pingpong", tile_scheduler="dynamic"),
 )
+FEW = 64  # rows, or columns
+SMALL = 20e6  # bytes moved
 STORED_ELEMENTS, STORED_K = 2**25, 1024  # of large results of short K: at least, at most
 
 
@@ -117,6 +119,16 @@ def _is_open(problem: GemmProblem) -> bool:
 def stores(problem: GemmProblem) -> bool:
     """Whether storing D takes about as long as multiplying, or longer."""
     return problem.m * problem.n >= STORED_ELEMENTS and problem.k <= STORED_K
+
+
+def few_rows(problem: GemmProblem) -> bool:
+    """Whether reading the larger operand is what takes the time, if anything does."""
+    return min(problem.m, problem.n) <= FEW
+
+
+def small(problem: GemmProblem) -> bool:
+    """Whether launches and latencies matter, and neither side is short."""
+    return problem.bytes < SMALL and not few_rows(problem)
 
 
 @lru_cache
@@ -189,55 +201,30 @@ def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0)
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
 
 
-def program(problem: GemmProblem, chosen: Sequence[Candidate], num_sms: int) -> Any:
-    """Returns the jitted function of sets of inputs that runs XLA's product and the kernels."""
+def functions(problem: GemmProblem, chosen: Sequence[Candidate], num_sms: int) -> dict[str, Any]:
+    """Returns jitted functions of A and B: XLA's product, "xla", and the kernels by their names."""
     product = benchmark.MAKERS["xla"](problem, [])
     assert product
-    functions = [product, *(benchmark.one_kernel(problem, *x, num_sms) for x in chosen)]
-
-    @jax.jit
-    def run(inputs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [f(*inputs[i % len(inputs)]) for i, f in enumerate(functions)]
-
-    return run
+    kernels = {x[0].name: benchmark.one_kernel(problem, *x, num_sms) for x in chosen}
+    return {"xla": product, **kernels}
 
 
 def timed(
     problem: GemmProblem,
-    run: Any,
+    functions: dict[str, Callable],
     inputs: list[tuple[jax.Array, jax.Array]],
-    chosen: Sequence[Candidate],
     rounds: int,
 ) -> dict[str, float]:
-    """Returns microseconds by the kernel's name, and of "xla".
-
-    Raises:
-      RuntimeError: CUPTI did not see all kernels.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    measured = profiler.measure(run, aggregate=False)
-    specs = {spec.name: spec for spec, _ in chosen}
-    names = {cubin.get(spec).manifest.entry: name for name, spec in specs.items()}
-    samples: dict[str, list[float]] = defaultdict(list)
-    for turn in range(rounds):
-        time.sleep(min(1.0, 2 * len(chosen) * problem.flops / RATE))
-        shift = turn * (1 + len(chosen)) % len(inputs)  # none is read again while L2 may hold it
-        _, launches = measured(inputs[shift:] + inputs[:shift])
-        totals: dict[str, float] = defaultdict(float)
-        for kernel, ms in launches or ():
-            totals[names.get(kernel, "xla")] += ms * 1e3
-        for name in totals:
-            samples[name].append(totals[name])
-    if missing := specs.keys() - samples.keys():
-        raise RuntimeError(f"CUPTI saw no {', '.join(sorted(missing))}")
-    return {name: statistics.median(times) for name, times in samples.items()}
+    """Returns microseconds of each function."""
+    bursts = {name: timing.burst(f, inputs) for name, f in functions.items()}
+    found = timing.alternate(bursts, rounds, lambda: time.sleep(min(0.1, problem.flops / RATE)))
+    return {name: times.median for name, times in found.items()}
 
 
 def survey(problem: GemmProblem, chosen: Sequence[Candidate], rounds: int) -> dict[str, float]:
     """Returns `timed` of one product."""
-    run = program(problem, chosen, benchmark.this_device().num_sms)
-    return timed(problem, run, benchmark.random_inputs(problem), chosen, rounds)
+    todo = functions(problem, chosen, benchmark.this_device().num_sms)
+    return timed(problem, todo, benchmark.random_inputs(problem), rounds)
 
 
 def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
@@ -252,21 +239,22 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
             break
         counts = arguments.candidates, arguments.tiles
         chosen = [candidates(problem, device, *counts) for problem in batch]
+        todo = [functions(*x, device.num_sms) for x in zip(batch, chosen, strict=True)]
         calls: list[tuple[Any, tuple]] = []
-        for problem, kernels in zip(batch, chosen, strict=True):
-            inputs = benchmark.input_shapes(problem)
-            seed = jax.ShapeDtypeStruct((), "uint32")
-            calls.append((program(problem, kernels, device.num_sms), (inputs,)))
-            calls.append((benchmark.drawing(problem), (seed,)))
-        ready = benchmark.compiled(calls)
-        print(f"{len(ready)} programs after {time.monotonic() - start:.0f} s", flush=True)
-        for problem, kernels, run, draw in zip(batch, chosen, ready[::2], ready[1::2], strict=True):
+        for problem, own in zip(batch, todo, strict=True):
+            calls.append((benchmark.drawing(problem), (jax.ShapeDtypeStruct((), "uint32"),)))
+            calls += [(f, benchmark.input_shapes(problem)[0]) for f in own.values()]
+        ready = iter(benchmark.compiled(calls))
+        print(f"{len(calls)} programs after {time.monotonic() - start:.0f} s", flush=True)
+        for problem, kernels, own in zip(batch, chosen, todo, strict=True):
             if time.monotonic() - start > arguments.seconds:
                 break
             what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
+            draw, *run = islice(ready, 1 + len(own))
             try:
                 inputs = benchmark.drawn_inputs(problem, compiled(draw))
-                times = timed(problem, compiled(run), inputs, kernels, arguments.rounds)
+                own = dict(zip(own, map(compiled, run), strict=True))
+                times = timed(problem, own, inputs, arguments.rounds)
             except Exception as error:
                 print(f"{what}: {error}", flush=True)
                 continue
@@ -311,31 +299,25 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=400, help="products [400]")
     parser.add_argument("--seed", type=int, default=7, help="that draws them [7]")
-    parser.add_argument(
-        "--split-sectors", action="store_true",
-        help="only products whose rows of D begin within a sector of memory",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stores", action="store_true",
-        help="only large results of short K",
-    )  # fmt: skip
+    for name, only, what in (
+        ("--split-sectors", attrgetter("splits_sectors"), "whose rows of D begin within a sector"),
+        ("--stores", stores, "with large results of short K"),
+        ("--small", small, f"that move less than {SMALL / 1e6:.0f} MB, of more rows and columns"),
+        ("--few-rows", few_rows, f"of up to {FEW} rows or columns"),
+    ):
+        parser.add_argument(
+            name, dest="only", action="store_const", const=only, help=f"only products {what}"
+        )
     parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
     parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
     parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
     parser.add_argument("--tiles", type=int, default=0, help="tiles in all clusters [0]")
-    parser.add_argument("--rounds", type=int, default=5, help="launches of each [5]")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of ten launches [1]")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which it stops [500]")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    only = (
-        attrgetter("splits_sectors")
-        if arguments.split_sectors
-        else stores
-        if arguments.stores
-        else None
-    )
-    problems = products(arguments.count, arguments.seed, only)
+    problems = products(arguments.count, arguments.seed, arguments.only)
     if arguments.suite:
         problems = list(shapes.suite(arguments.suite))
     if arguments.build:

@@ -39,12 +39,11 @@ COUNTED = 2**52  # multiplications, of more of which arrays would not hold all t
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's expected time over ours from which a kernel runs: so high that of products that the fit had
-# not seen 2 in 1,000 were slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
-# than expected, nor is it with products that take long and are not thin; it never was where reading
-# a matrix of whole lines is what takes the time.
-LEAD, LEAD_OF_FEW, LEAD_OF_LONG, LEAD_OF_STREAMS = 1.45, 1.3, 1.2, 1.03
-FEW_ROWS, STREAMED_K = 64, 4096
-LONG_NS, LEAST_SIDE = 20e3, 128
+# not seen 4 in 1,000 were slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
+# than expected, nor is it with products that move much; it never was where reading a matrix of
+# whole lines is what takes the time.
+LEAD, LEAD_OF_FEW, LEAD_OF_LARGE, LEAD_OF_STREAMS = 1.45, 1.3, 1.25, 1.03
+FEW_ROWS, STREAMED_K, LARGE_BYTES = 64, 4096, 20e6
 LOOSE_LEAD = 1.05  # of loose lines, beside the ratio of `LOOSE_LINES` that most exceed
 # Times as long as with whole lines that XLA takes, but for a latency, where an operand's line is a
 # multiple of 1, 2 or 4 elements of 16 bits, no more: the expected ratio, and one that most exceed.
@@ -243,7 +242,7 @@ def xla_lead(problem: GemmProblem, best: Estimate) -> float:
     if p.loose_d or p.a.copied_line or p.b.copied_line:
         return LOOSE_LEAD
     if p.m > FEW_ROWS:
-        return LEAD_OF_LONG if best.ns >= LONG_NS and min(p.m, p.n) >= LEAST_SIDE else LEAD
+        return LEAD_OF_LARGE if p.bytes >= LARGE_BYTES else LEAD
     whole_lines = p.n % LINE == 0 and p.k % LINE == 0 and p.k >= STREAMED_K
     streams = whole_lines and best.bound == "device memory" and not best.splits_k
     return LEAD_OF_STREAMS if streams else LEAD_OF_FEW
