@@ -127,7 +127,8 @@ def route(
     """
     given = {"selection_bias": selection_bias, "experts": experts}
     logits, selection_bias, experts = as_jax("route", given, logits=logits)
-    layers.check_route(logits, experts_per_token, score, scale, selection_bias, experts)
+    choosing = experts_per_token, score, normalize, scale, selection_bias
+    layers.check_route(logits, choosing, experts)
     selection = Selection(experts_per_token, score, normalize)
 
     def routed(logits: Any, experts: Any, scale: Any, *bias: jax.Array) -> Routing:
@@ -172,7 +173,8 @@ def route_tokens(
     """
     given = {"selection_bias": selection_bias}
     x, kernel, selection_bias = as_jax("route_tokens", given, x=x, kernel=kernel)
-    layers.check_route_tokens(x, kernel, experts_per_token, score, scale, selection_bias)
+    choosing = experts_per_token, score, normalize, scale, selection_bias
+    layers.check_route_tokens(x, kernel, choosing)
     selection = Selection(experts_per_token, score, normalize)
     options: dict[str, Any] = {
         "precision": precision,
