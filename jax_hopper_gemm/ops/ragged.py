@@ -30,7 +30,7 @@ def ragged_dot(
     rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: Any = None,
-    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike | None] | None = None,
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
