@@ -157,11 +157,16 @@ def test_interrupting_is_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_gets_no_traceback(places):
-    command = f"{sys.executable} -m jax_hopper_gemm explain 4096x4096x4096 | true"
+@pytest.mark.parametrize("words", ["", "--json"])
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [("| true", ""), ("> /dev/full", "error: [Errno 28] No space left on device\n")],
+)
+def test_a_reader_that_leaves_early_and_a_full_disk_get_no_traceback(places, words, reader, said):
+    command = f"{sys.executable} -m jax_hopper_gemm explain 4096x4096x4096 {words} {reader}"
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    assert done.stderr == said
 
 
 def test_version_is_printed(capsys):

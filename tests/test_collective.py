@@ -92,6 +92,14 @@ def test_products_and_derivatives_are_those_of_the_unoverlapped_form(
     assert_equal(*(jax.jit(partial(step, f))(x, w, ct) for f in (ours, theirs)))
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_rows_are_an_empty_product(name):  # whose unoverlapped form JAX does not lower
+    ours, _ = both(name, 2)
+    y, pull = jax.vjp(jax.jit(ours), jnp.ones((0, 8)), jnp.ones((8, 16)))
+    dx, dw = pull(y)
+    assert (y.shape, dx.shape, dw.shape) == ((0, 16), (0, 8), (8, 16)) and not dw.any()
+
+
 @pytest.mark.parametrize("axes", [("tp", "data"), ("data", "tp"), ("pp", "tp", "data")])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_several_axes_are_taken_in_any_order(name, axes):

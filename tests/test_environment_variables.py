@@ -46,6 +46,10 @@ CASES = {
         "LIBRARY", "absent", lambda _: ffi_library.library_path(), ffi_library.NativeLibraryError,
         "is no file; expected a libjax_hopper_gemm.so",
     ),
+    "LIBRARY, no library": (
+        "LIBRARY", "file", lambda _: ffi_library._load(ffi_library.library_path()),
+        ffi_library.NativeLibraryError, "expected a libjax_hopper_gemm.so of this version",
+    ),
     "ON_FALLBACK": (
         "ON_FALLBACK", "loud", lambda _: fallback.policy_now(), ValueError,
         "expected one of silent, warn, error",

@@ -157,6 +157,8 @@ def test_gated_linear_starts_as_two_linears_do():
 def test_parameters_that_are_no_gate_and_up_are_refused(shape):
     with pytest.raises(ValueError, match="to_pair: an array is .*, expected an axis of length 2"):
         nn.to_pair({"kernel": jnp.zeros(shape)})
+    with pytest.raises(ValueError, match="from_pair: gate is .* and up is .*, expected equal shap"):
+        nn.from_pair({"bias": jnp.zeros(shape)}, {"bias": jnp.zeros(shape and (*shape, 2))})
 
 
 @pytest.mark.slow

@@ -158,6 +158,26 @@ def test_the_message_says_what_came_and_the_way_out(call, error, message):
         call()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **follow: jhg.matmul(A, B, **follow),
+        lambda **follow: jhg.ragged_dot(A, B[None], jnp.array([128]), **follow),
+    ],
+)
+@pytest.mark.parametrize("name", ["activation", "epilogue"])
+def test_what_follows_is_a_function_though_it_may_be_false_or_an_array(call, name):
+    class Layers(list):
+        __hash__ = object.__hash__
+
+        def __call__(self, y):
+            return y + 1
+
+    assert (call(**{name: Layers()}) == 1).all()
+    with pytest.raises(TypeError, match=f"{name} is a ArrayImpl, expected a function"):
+        call(**{name: B})
+
+
 def test_the_error_of_an_epilogue_is_the_cause():
     with pytest.raises(TypeError, match="matmul: epilogue failed") as caught:
         jhg.matmul(A, B, epilogue=lambda y: add(y))  # type: ignore[call-arg]

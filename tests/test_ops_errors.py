@@ -52,6 +52,20 @@ CASES = [
      "results, or None"),
     (lambda: EINSUM("mk,kn->mn", A, B, preferred_element_type=(object,)), TypeError,
      "einsum: preferred_element_type is <class 'object'>, expected one dtype or None"),
+    (lambda: MATMUL(A, B, preferred_element_type=jnp.float32(1)), TypeError,
+     "matmul: preferred_element_type is Array(1., dtype=float32), expected a dtype, or a tuple of "
+     "them for several results, or None"),
+    (lambda: jhg.ragged_dot(A, B[None], jnp.array([128]), B), TypeError,
+     "precision is a ArrayImpl, expected what jax.numpy.matmul takes, such as "
+     "jax.lax.Precision.HIGHEST or its name"),
+    (lambda: jhg.gated_linear_unit(A, jnp.stack((B, B), 1), out_sharding="x"), TypeError,
+     "`out_sharding` argument of dot_general only supports instances of `NamedSharding` or "
+     "`PartitionSpec`. Got x of type: <class 'str'>"),
+    (lambda: jhg.einsum("mk,kn->nm", jhg.quantize(A), jhg.quantize(B), out_sharding="x"), TypeError,
+     "`out_sharding` argument of dot_general only supports instances of `NamedSharding` or "
+     "`PartitionSpec`. Got x of type: <class 'str'>"),
+    (lambda: MATMUL(A, B, batch_invariant=1), TypeError,
+     "matmul: batch_invariant is 1, expected True or False"),
     (lambda: jhg.dot_general(A, B, (((1,), (1,)), NO_BATCH)), ValueError,
      "dot_general: contracting axes (1,) and (1,) have extents (64,) and (32,): "
      "lhs is bf16[128,64], rhs is bf16[64,32]"),

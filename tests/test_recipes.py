@@ -197,6 +197,10 @@ def test_derivatives_of_any_order_and_mode_are_products_of_the_recipe(recipe):
             (jnp.ones((4, 4)), jnp.ones((4, 4)), replace(BLOCKS, gradient_columns=64)),  # pyright: ignore
             ValueError, "gradient_columns of the recipe is 64, expected 1 or 128",
         ),
+        (
+            (jnp.ones((4, 4)), jnp.ones((4, 4)), replace(BLOCKS, grouped_weights="no")),  # pyright: ignore
+            TypeError, "grouped_weights of the recipe is 'no', expected True or False",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):

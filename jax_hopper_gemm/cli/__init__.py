@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = cli.invoke(context)
     except click.exceptions.Exit as done:  # --help or --version
         return done.exit_code
-    except BrokenPipeError:  # the reader, such as `head`, has all it wants
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return _nobody_reads()
     except click.UsageError as wrong:
         command = wrong.ctx.command_path if wrong.ctx else PROGRAM
         error, status = f"{wrong.format_message().rstrip('.')}. See {command} --help", 2
@@ -62,10 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         error, status = " ".join(str(failure).split()) or repr(failure), 1
         result = getattr(failure, "result", None)
     if say.silent:
-        print_json(command_in(words), status, result, error)
+        try:
+            print_json(command_in(words), status, result, error)
+        except BrokenPipeError:
+            return _nobody_reads()
+        except OSError as failure:  # a full disk
+            _nobody_reads()
+            error, status = error or str(failure), status or 1
     if error:
         print(f"error: {error}", file=sys.stderr)
     return status
+
+
+def _nobody_reads() -> int:
+    """Drops what is left to print: the reader, such as `head`, has all it wants."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def command_in(words: Sequence[str]) -> str:

@@ -75,7 +75,7 @@ def print_json(command: str, status: int, result: Any, error: str | None) -> Non
         "schema": SCHEMA, "version": jax_hopper_gemm.__version__, "command": command,
         "status": status, "error": error, "result": result,
     }  # fmt: skip
-    print(json.dumps(document, indent=2))
+    print(json.dumps(document, indent=2), flush=True)
 
 
 def bytes_text(nbytes: int) -> str:

@@ -99,6 +99,8 @@ def _in_order(chunks: list[jax.Array], axis_name: Any) -> jax.Array:
 def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any) -> jax.Array:
     count, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
     rows = x.shape[-2] // count
+    if not rows:
+        return _matmul(x, w, **options)
     half = rows // 2 if count > 1 else 0
     streams = [(start, size, step) for start, size, step in ((0, half, 1), (half, rows - half, -1))
                if size]  # fmt: skip

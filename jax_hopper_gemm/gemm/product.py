@@ -33,6 +33,13 @@ class Options:
         for name in ("precision", "preferred_element_type"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+        try:
+            hash(self.precision)
+        except TypeError:  # an array, say, in its place
+            raise TypeError(
+                f"precision is a {type(self.precision).__name__}, expected what jax.numpy.matmul "
+                "takes, such as jax.lax.Precision.HIGHEST or its name"
+            ) from None
 
     @property
     def insists(self) -> str | None:

@@ -94,9 +94,13 @@ def _load(path: Path) -> ctypes.CDLL:
         loaded.jhg_set_resolver.argtypes = (_Resolver,)
         loaded.jhg_set_resolver.restype = None
     except (OSError, AttributeError) as error:
-        raise NativeLibraryError(
-            f"{path} cannot be used: {error}. Build it again (python -m pip install .)."
-        ) from error
+        way_out = "Build it again (python -m pip install .)."
+        if override := os.environ.get(LIBRARY_VARIABLE):
+            way_out = (
+                f"{LIBRARY_VARIABLE} is {override!r}; expected a {FILE_NAME} of this version. "
+                "Name one, or unset the variable to use the installed one."
+            )
+        raise NativeLibraryError(f"{path} cannot be used: {error}. {way_out}") from error
     loaded.jhg_set_resolver(_resolve)
     return loaded
 

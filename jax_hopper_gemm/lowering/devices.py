@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import dispatch
 from ..fusion.memo import memoised
@@ -68,9 +68,12 @@ def lowers_shard() -> bool:
 
 
 def permuted_sharding(sharding: Any, permutation: tuple[int, ...]) -> Any:
-    """Returns the sharding of the array whose axis i is axis `permutation[i]`; None stays None."""
-    if sharding is None:
-        return None
+    """Returns the sharding of the array whose axis i is axis `permutation[i]`.
+
+    None stays None, and what is no sharding is JAX's to refuse.
+    """
+    if not isinstance(sharding, NamedSharding | PartitionSpec):
+        return sharding
     partitions = padded_partitions(sharding, len(permutation))
     return with_partitions(sharding, tuple(partitions[axis] for axis in permutation))
 

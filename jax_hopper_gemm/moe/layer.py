@@ -87,7 +87,7 @@ def mixture_of_experts(
     devices = 1
     if expert_axis is not None:
         devices = layers.count_devices(op, "expert_axis", expert_axis)
-    choosing = experts_per_token, score, scale, selection_bias
+    choosing = experts_per_token, score, normalize, scale, selection_bias
     layers.check_mixture(x, kernel, rights, down, devices, exchange, choosing)
 
     def layer(x: Any, kernel: Any, rights: Any, down: Any, scale: Any, bias: Any) -> Any:

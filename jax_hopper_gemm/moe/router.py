@@ -127,7 +127,8 @@ def route(
     """
     given = {"selection_bias": selection_bias, "experts": experts}
     logits, selection_bias, experts = as_jax("route", given, logits=logits)
-    layers.check_route(logits, experts_per_token, score, scale, selection_bias, experts)
+    choosing = experts_per_token, score, normalize, scale, selection_bias
+    layers.check_route(logits, choosing, experts)
     selection = Selection(experts_per_token, score, normalize)
 
     def routed(logits: Any, experts: Any, scale: Any, *bias: jax.Array) -> Routing:
@@ -172,7 +173,8 @@ def route_tokens(
     """
     given = {"selection_bias": selection_bias}
     x, kernel, selection_bias = as_jax("route_tokens", given, x=x, kernel=kernel)
-    layers.check_route_tokens(x, kernel, experts_per_token, score, scale, selection_bias)
+    choosing = experts_per_token, score, normalize, scale, selection_bias
+    layers.check_route_tokens(x, kernel, choosing)
     selection = Selection(experts_per_token, score, normalize)
     options: dict[str, Any] = {
         "precision": precision,
@@ -326,7 +328,7 @@ def sort_by_group(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array, 
     return sizes, order, positions.reshape(groups.shape)
 
 
-def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
+def dispatch_rows(x: ArrayLike, routing: Routing) -> jax.Array:
     """Returns the tokens (T, ...) in the order of their experts, (R, ...), k copies of each.
 
     Its transpose is `combine_rows`: a sum over each token's rows, in the order of its slots.
@@ -336,11 +338,11 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
       routing: what `route` or `route_tokens` returned for these tokens.
     """
     layers.check_named("dispatch_rows", "routing", routing, Routing, FROM_ROUTER)
-    x = layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
-    return _moved(x, _tokens(routing)[:, None], routing.positions)
+    tokens = layers.check_rows("dispatch_rows", "x", x, routing.positions.shape[0], "token")
+    return _moved(tokens, _tokens(routing)[:, None], routing.positions)
 
 
-def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
+def combine_rows(rows: ArrayLike, routing: Routing) -> jax.Array:
     """Returns the sum of each token's rows: (R, ...) to (T, ...), added in float32 by slot.
 
     Rows are not weighted here: `grouped_mlp` does it, otherwise multiply by `row_weights`.
@@ -350,8 +352,8 @@ def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
       routing: as in `dispatch_rows`.
     """
     layers.check_named("combine_rows", "routing", routing, Routing, FROM_ROUTER)
-    rows = layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
-    return _moved(rows, routing.positions, _tokens(routing)[:, None])
+    each = layers.check_rows("combine_rows", "rows", rows, routing.order.shape[0], "sorted row")
+    return _moved(each, routing.positions, _tokens(routing)[:, None])
 
 
 def row_weights(routing: Routing) -> jax.Array:

@@ -32,6 +32,9 @@ def from_pair(gate: Any, up: Any) -> Any:
 
     Returns:
       A pytree of that structure: kernels (in, 2, hidden), biases (2, hidden), gate first.
+
+    Raises:
+      ValueError: two arrays differ in shape, or have no axis.
     """
     return jax.tree.map(_stacked, gate, up, is_leaf=_is_annotated)
 
@@ -60,6 +63,11 @@ def _stacked(gate: Any, up: Any) -> Any:
     if isinstance(gate, meta.AxisMetadata):
         stack = gate.replace_boxed(_stacked(gate.unbox(), up.unbox()))
         return stack.add_axis(stack.unbox().ndim - 2, NO_MESH_AXIS)
+    if jnp.shape(gate) != jnp.shape(up) or not jnp.ndim(gate):
+        raise ValueError(
+            f"from_pair: gate is {describe(gate)} and up is {describe(up)}, expected equal shapes "
+            "of one axis or more"
+        )
     return jnp.stack((gate, up), axis=-2)
 
 

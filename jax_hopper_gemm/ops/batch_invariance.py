@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -47,10 +47,14 @@ def batch_invariant(asked: bool = True) -> Iterator[None]:
       NotImplementedError: a collective product is inside: sums that travel a ring are added in an
         order that depends on the row.
     """
-    if not isinstance(asked, bool):
-        raise TypeError(f"batch_invariant is {asked!r}, expected True or False")
+    _check(asked)
     with _asked(asked):
         yield
+
+
+def _check(asked: Any, op: str = "") -> None:
+    if not isinstance(asked, bool):
+        raise TypeError(f"{op}batch_invariant is {asked!r}, expected True or False")
 
 
 def takes_batch_invariant(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,6 +65,7 @@ def takes_batch_invariant(function: Callable[P, R]) -> Callable[P, R]:
         asked = kwargs.get("batch_invariant")
         if asked is None:
             return function(*args, **kwargs)
+        _check(asked, f"{function.__name__}: ")
         with batch_invariant(asked):  # pyright: ignore[reportArgumentType]
             return function(*args, **kwargs)
 

@@ -43,7 +43,7 @@ def matmul(
     epilogue_operands: Sequence[ArrayLike] = (),
     save_preactivation: bool = True,
     precision: Any = None,
-    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike | None] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     recipe: Recipe | DelayedScaling | None = None,
@@ -95,7 +95,7 @@ def matmul(
         float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands; of two `Quantized` ones float32. An epilogue with several results takes a
-        tuple, too, of one dtype each.
+        tuple, too, of one dtype each, or None for what it has.
       cotangent_dtype: dtype that cotangents of the product are rounded to before they are
         multiplied, whatever multiplies them, in derivatives of any order. With the operands' dtype
         the gradients of a float32 result run on kernels, and are rounded once. None leaves them as
@@ -157,7 +157,7 @@ def dot_general(
     rhs: ArrayLike | Quantized | QArray,
     dimension_numbers: Any,
     precision: Any = None,
-    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike | None] | None = None,
     *,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
@@ -221,7 +221,7 @@ def einsum(
     save_preactivation: bool = True,
     optimize: Any = "auto",
     precision: Any = None,
-    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike | None] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.product import Implementation, Options
@@ -133,7 +134,7 @@ def gated_linear_unit(
         operands = *columns, *map(arrays.gathered, factors[2:]), *biases, *scale
         return run_with_epilogue(op, arrays, operands, gate, options, out_sharding)
     operands = (*factors, *biases, *scale)
-    if out_sharding is not None and len(rights) == 1:
+    if isinstance(out_sharding, NamedSharding | PartitionSpec) and len(rights) == 1:
         parts = padded_partitions(out_sharding, jnp.ndim(x))
         out_sharding = with_partitions(out_sharding, (*parts[:-1], None, parts[-1]))
     named = ("dimension_numbers", numbers), ("out_sharding", out_sharding)

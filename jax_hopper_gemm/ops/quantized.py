@@ -61,7 +61,7 @@ class Quantized:
         return self.values.ndim
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Returns `(values - zero) * scale`, computed in float32."""
+        """Returns `(values - zero) * scale`, computed in float32, as `dtype`."""
         blocks = blocks_of("dequantize", "self", self)
         wide = (unpack(self.values) if self.packed else self.values).astype(jnp.float32)
         if self.zero is not None:

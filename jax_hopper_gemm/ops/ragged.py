@@ -30,7 +30,7 @@ def ragged_dot(
     rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: Any = None,
-    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike | None] | None = None,
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
@@ -119,7 +119,7 @@ def ragged_dot(
     if quantized:
         scales, blocks = scales_of_groups(op, *given)
         preferred_element_type = preferred_element_type or jnp.dtype(jnp.float32)
-    plain = not (scales or blocks or bias is not None or activation or epilogue)
+    plain = not (scales or blocks) and bias is None and activation is None and epilogue is None
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),

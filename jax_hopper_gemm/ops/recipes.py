@@ -53,6 +53,10 @@ def _check(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> None:
     columns = getattr(recipe, "gradient_columns", 1)
     if columns not in BLOCKS:
         raise ValueError(f"{op}: gradient_columns of the recipe is {columns!r}, expected 1 or 128")
+    if not isinstance(grouped := getattr(recipe, "grouped_weights", False), bool):
+        raise TypeError(
+            f"{op}: grouped_weights of the recipe is {grouped!r}, expected True or False"
+        )
     if cotangent_dtype is not None:
         raise ValueError(
             f"{op}: cotangent_dtype is {jnp.dtype(cotangent_dtype).name} and there is a recipe, "

@@ -45,7 +45,7 @@ class Steps:
     @property
     def plain(self) -> bool:
         """Whether nothing follows the product."""
-        return not (self.named or self.activation or self.epilogue)
+        return not self.named and self.activation is None and self.epilogue is None
 
     def after(self, product: Any, operands: tuple[Any, ...], dtype: Any, dtypes: Any) -> Any:
         """Returns a product and what follows it, computed by XLA; the dtypes are as in `traced`."""
@@ -153,7 +153,7 @@ def result_dtypes(function: Steps | Gate, preferred: Any) -> tuple[Any, ...] | N
     """
     if preferred is None or isinstance(preferred, tuple):
         return preferred
-    if isinstance(function, Steps) and function.epilogue:
+    if isinstance(function, Steps) and function.epilogue is not None:
         return None
     return (jax.dtypes.canonicalize_dtype(preferred),)
 

@@ -6,6 +6,7 @@ from typing import assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import moe, reports
@@ -34,6 +35,7 @@ assert_type(jhg.matmul(x, w, bias=w[0], activation="gelu", epilogue=None), jax.A
 assert_type(jhg.matmul(x, w, epilogue=jnp.tanh, activation=jax.nn.gelu), jax.Array)
 assert_type(jhg.matmul(x, w, epilogue=with_amax), Pair)
 assert_type(jhg.matmul(x, w, epilogue=lambda y: (jnp.sin(y), jnp.max(y))), Pair)
+assert_type(jhg.matmul(x, w, epilogue=with_amax, preferred_element_type=(jnp.bfloat16, None)), Pair)
 assert_type(jhg.dot_general(x, w, axes), jax.Array)
 assert_type(jhg.dot_general(x, w, axes, epilogue=with_amax), Pair)
 assert_type(jhg.einsum("mk,kn->mn", x, w), jax.Array)
@@ -42,6 +44,7 @@ assert_type(jhg.ragged_dot(x, experts, sizes), jax.Array)
 assert_type(jhg.ragged_dot(x, experts, sizes, epilogue=with_amax), Pair)
 assert_type(jhg.gated_linear_unit(x, (w, w), activation="silu"), jax.Array)
 assert_type(moe.grouped_mlp(x, experts, experts, sizes), jax.Array)
+assert_type(moe.dispatch_rows(np.ones((4, 4)), moe.route(np.ones((4, 4)), 2)), jax.Array)
 
 fast = jhg.accelerate(step)
 assert_type(fast(x, rate=0.1), dict[str, jax.Array])

@@ -96,8 +96,9 @@ def as_result_dtype(op: str, dtype: Any, *, several: bool = True) -> Any:
 def _as_dtype(dtype: Any) -> np.dtype | None:
     """Returns what JAX takes for a dtype; None if it takes it for none."""
     try:
+        hash(dtype)  # an array has a dtype and is none
         found = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     return found if found == np.bool_ or jnp.issubdtype(found, jnp.number) else None
 

@@ -22,14 +22,16 @@ SCORES = ("softmax", "sigmoid")
 EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
 
 
-def check_route(logits: Any, k: Any, score: Any, scale: Any, bias: Any, experts: Any) -> None:
+def check_route(logits: Any, choosing: tuple[Any, ...], experts: Any) -> None:
+    """Checks arguments of `route`; `choosing` as in `check_mixture`."""
+    k, *_, bias = choosing
     problems = _real_problems(logits=logits)
     if logits.ndim != 2:
         problems.append(
             f"logits are {describe(logits)}, expected (tokens, experts): reshape leading axes"
         )
     else:
-        problems += _choosing_problems(logits.shape[1], k, score, scale, bias)
+        problems += _choosing_problems(logits.shape[1], *choosing)
         if experts is not None:
             wanted, dtype = (logits.shape[0], k), jnp.result_type(experts)
             if np.shape(experts) != wanted or not jnp.issubdtype(dtype, jnp.integer):
@@ -39,25 +41,28 @@ def check_route(logits: Any, k: Any, score: Any, scale: Any, bias: Any, experts:
     fail("route", problems)
 
 
-def check_route_tokens(x: Any, kernel: Any, k: Any, score: Any, scale: Any, bias: Any) -> None:
-    problems = [
-        f"{name} is {describe(a)}, expected {wanted}"
-        for name, a, wanted in (
-            ("x", x, "(tokens, features): reshape leading axes"),
-            ("kernel", kernel, "(features, experts)"),
-        )
-        if a.ndim != 2
-    ]
-    problems += _real_problems(x=x, kernel=kernel)
+def check_route_tokens(x: Any, kernel: Any, choosing: tuple[Any, ...]) -> None:
+    """Checks arguments of `route_tokens`; `choosing` as in `check_mixture`."""
+    problems = []
+    if x.ndim != 2:
+        problems.append(f"x is {describe(x)}, expected (tokens, features): reshape leading axes")
+    problems += _router_problems(x, "kernel", kernel)
     if x.ndim == kernel.ndim == 2:
-        if x.shape[1] != kernel.shape[0]:
-            problems.append(
-                f"features differ: x is {describe(x)}, kernel is {describe(kernel)}"
-                + (". Is it stored (experts, features)? Pass kernel.T"
-                   if x.shape[1] == kernel.shape[1] else "")
-            )  # fmt: skip
-        problems += _choosing_problems(kernel.shape[1], k, score, scale, bias)
+        problems += _choosing_problems(kernel.shape[1], *choosing)
     fail("route_tokens", problems)
+
+
+def _router_problems(x: Any, name: str, kernel: Any) -> list[str]:
+    problems = _real_problems(x=x, **{name: kernel})
+    if kernel.ndim != 2:
+        problems.append(f"{name} is {describe(kernel)}, expected (features, experts)")
+    elif x.ndim and x.shape[-1] != kernel.shape[0]:
+        hint = f". Is it stored (experts, features)? Pass {name}.T"
+        problems.append(
+            f"features differ: x is {describe(x)}, {name} is {describe(kernel)}"
+            f"{hint if x.shape[-1] == kernel.shape[1] else ''}"
+        )
+    return problems
 
 
 def check_grouped_mlp(
@@ -116,14 +121,15 @@ def check_mixture(
 
     Args:
       devices: number of devices that share the experts; 1 without sharding.
-      choosing: experts_per_token, score, scale and selection_bias.
+      choosing: experts_per_token, score, normalize, scale and selection_bias.
     """
     problems = _weight_problems(rights, down)
     if x.ndim < 1:
         problems.append(f"x is {describe(x)}, expected (..., features)")
     if exchange not in EXCHANGES:
         problems.append(f"exchange is {exchange!r}, expected one of {', '.join(EXCHANGES)}")
-    if not problems and kernel.ndim == 2:
+    problems += _router_problems(x, "router_kernel", kernel)
+    if not problems:
         problems += _choosing_problems(kernel.shape[1], *choosing)
         here, all_of_them = down.shape[0], kernel.shape[1]
         if here * devices != all_of_them:
@@ -165,7 +171,9 @@ def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
     return problems
 
 
-def _choosing_problems(experts: int, k: Any, score: Any, scale: Any, bias: Any) -> list[str]:
+def _choosing_problems(
+    experts: int, k: Any, score: Any, normalize: Any, scale: Any, bias: Any
+) -> list[str]:
     problems = []
     if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
         problems.append(f"experts_per_token is {k!r}, expected an int from 1 to {experts}")
@@ -173,6 +181,8 @@ def _choosing_problems(experts: int, k: Any, score: Any, scale: Any, bias: Any) 
         is_array(scale) and np.ndim(scale) == 0 and kind(scale) < COMPLEX
     ):
         problems.append(f"scale is {scale!r}, expected a real number or None")
+    if not isinstance(normalize, bool):
+        problems.append(f"normalize is {normalize!r}, expected True or False")
     if score not in SCORES:
         problems.append(f"score is {score!r}, expected {' or '.join(map(repr, SCORES))}")
     if bias is not None and np.shape(bias) != (experts,):
