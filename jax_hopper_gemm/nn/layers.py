@@ -124,9 +124,9 @@ class GatedLinear(nnx.Module):
         self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
-    def __call__(self, inputs: Any) -> jax.Array:
-        """Maps (..., in_features) to (..., out_features)."""
-        return _run(self, ops.gated_linear_unit, inputs)
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); `out_sharding` as in `Linear`."""
+        return _run(self, ops.gated_linear_unit, inputs, out_sharding=out_sharding)
 
 
 def _run(layer: Linear | GatedLinear, product: Any, inputs: Any, **options: Any) -> jax.Array:
@@ -172,9 +172,9 @@ class MLP(nnx.Module):
         options |= down_options or {}
         self.down = Linear(hidden_features, features, rngs=rngs, **options)
 
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
-        return self.down(self.up(inputs), residual=residual)
+    def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); `out_sharding`, `residual` of `down`."""
+        return self.down(self.up(inputs), out_sharding, residual=residual)
 
 
 class GatedMLP(nnx.Module):
@@ -212,9 +212,9 @@ class GatedMLP(nnx.Module):
         options |= down_options or {}
         self.down = Linear(hidden_features, features, rngs=rngs, **options)
 
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
-        return self.down(self.gate_up(inputs), residual=residual)
+    def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); `out_sharding`, `residual` of `down`."""
+        return self.down(self.gate_up(inputs), out_sharding, residual=residual)
 
 
 def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:
