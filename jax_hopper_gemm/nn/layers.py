@@ -15,7 +15,7 @@ from flax import nnx
 
 from .. import ops
 from ..ops.dense import Implementation
-from ..ops.recipes import Recipe
+from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
@@ -37,6 +37,7 @@ class Linear(nnx.Linear):
 
     Raises:
       TypeError: `dot_general` was passed.
+      NotImplementedError: the recipe is a `DelayedScaling`, whose state is no part of a layer.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Linear(nnx.Linear):
         **options: Any,
     ) -> None:
         refuse_dot_general("Linear", "nnx.Linear", options)
+        as_recipe("Linear", recipe)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = activation
         self.save_preactivation = save_preactivation
@@ -107,6 +109,7 @@ class GatedLinear(nnx.Module):
         **options: Any,
     ) -> None:
         refuse_dot_general("GatedLinear", "nnx.Linear", options)
+        as_recipe("GatedLinear", recipe)
         gate, up = (nnx.Linear(in_features, out_features, rngs=rngs, **options) for _ in range(2))
         self.kernel = from_pair(gate.kernel, up.kernel)
         self.bias = nnx.data(None) if gate.bias is None else from_pair(gate.bias, up.bias)
