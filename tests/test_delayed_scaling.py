@@ -145,6 +145,16 @@ def test_mistakes_are_named(call, error, text):
         call()
 
 
+def test_layers_refuse_a_state():
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_hopper_gemm import nn
+
+    experts = partial(nn.MoE, num_experts=2, experts_per_token=1)
+    for kind in (nn.Linear, nn.GatedLinear, nn.GatedMLP, experts):
+        with pytest.raises(NotImplementedError, match="a DelayedScaling is the state of one prod"):
+            kind(8, 6, recipe=STATE, rngs=nnx.Rngs(0))
+
+
 def test_states_are_those_of_flax():
     """The same layer with Flax's product and with ours: numbers, gradients, next states."""
     nn = pytest.importorskip("flax.linen")

@@ -144,6 +144,19 @@ def test_annotations_of_sharding_are_kept():
         assert jax.tree.structure(gate) == jax.tree.structure(nnx.state(linear))
 
 
+@pytest.mark.parametrize(("kind", "first"), [(nn.MLP, "up"), (nn.GatedMLP, "gate_up")])
+def test_down_contracts_a_sharded_axis_into_the_sharding_asked_for(kind, first):
+    mlp, x = fill(kind(8, 6, activation="relu", rngs=nnx.Rngs(0))), integers((4, 8))
+    expected, up, down = mlp(x, residual=x), getattr(mlp, first).kernel, mlp.down.kernel
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        up.set_value(jax.reshard(up[...], P(*[None] * (up.ndim - 1), "model")))
+        down.set_value(jax.reshard(down[...], P("model")))
+        y = mlp(x, P("model"), residual=jax.reshard(x, P("model")))
+        assert jax.typeof(y).sharding.spec == P("model", None)
+        assert_equal(y, expected)
+
+
 def test_gated_linear_starts_as_two_linears_do():
     options: dict[str, Any] = {"bias_init": nnx.initializers.normal()}
     rngs = nnx.Rngs(0)

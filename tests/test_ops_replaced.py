@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -107,3 +108,15 @@ def test_products_that_qwix_quantizes_become_ours_around_the_model_alone(provide
         found, wanted = (nnx.grad(f)(theirs, X) for f in (unfused, loss))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
         assert products(nnx.grad(jhg.accelerate(loss)), theirs, X) == (6, 0)
+
+
+def test_grouped_products_are_traced_without_the_replacement(monkeypatch: pytest.MonkeyPatch):
+    """Its results may have another dtype: Qwix's have that of the operands."""
+
+    def theirs(*_: Any, **__: Any) -> Any:
+        raise AssertionError("called")
+
+    weights = jnp.stack((W, W)), jnp.stack((W, W))
+    call = partial(jhg.gated_linear_unit, preferred_element_type=jnp.float32)
+    monkeypatch.setattr(lax, "dot_general", theirs)
+    assert jax.eval_shape(call, X, weights, group_sizes=jnp.array([10, 5])).dtype == jnp.float32

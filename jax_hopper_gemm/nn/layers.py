@@ -15,7 +15,7 @@ from flax import nnx
 
 from .. import ops
 from ..ops.dense import Implementation
-from ..ops.recipes import Recipe
+from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
@@ -37,6 +37,7 @@ class Linear(nnx.Linear):
 
     Raises:
       TypeError: `dot_general` was passed.
+      NotImplementedError: the recipe is a `DelayedScaling`, whose state is no part of a layer.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Linear(nnx.Linear):
         **options: Any,
     ) -> None:
         refuse_dot_general("Linear", "nnx.Linear", options)
+        as_recipe("Linear", recipe)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = activation
         self.save_preactivation = save_preactivation
@@ -107,6 +109,7 @@ class GatedLinear(nnx.Module):
         **options: Any,
     ) -> None:
         refuse_dot_general("GatedLinear", "nnx.Linear", options)
+        as_recipe("GatedLinear", recipe)
         gate, up = (nnx.Linear(in_features, out_features, rngs=rngs, **options) for _ in range(2))
         self.kernel = from_pair(gate.kernel, up.kernel)
         self.bias = nnx.data(None) if gate.bias is None else from_pair(gate.bias, up.bias)
@@ -124,9 +127,9 @@ class GatedLinear(nnx.Module):
         self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
-    def __call__(self, inputs: Any) -> jax.Array:
-        """Maps (..., in_features) to (..., out_features)."""
-        return _run(self, ops.gated_linear_unit, inputs)
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); `out_sharding` as in `Linear`."""
+        return _run(self, ops.gated_linear_unit, inputs, out_sharding=out_sharding)
 
 
 def _run(layer: Linear | GatedLinear, product: Any, inputs: Any, **options: Any) -> jax.Array:
@@ -172,9 +175,9 @@ class MLP(nnx.Module):
         options |= down_options or {}
         self.down = Linear(hidden_features, features, rngs=rngs, **options)
 
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
-        return self.down(self.up(inputs), residual=residual)
+    def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); `out_sharding`, `residual` of `down`."""
+        return self.down(self.up(inputs), out_sharding, residual=residual)
 
 
 class GatedMLP(nnx.Module):
@@ -212,9 +215,9 @@ class GatedMLP(nnx.Module):
         options |= down_options or {}
         self.down = Linear(hidden_features, features, rngs=rngs, **options)
 
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
-        return self.down(self.gate_up(inputs), residual=residual)
+    def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); `out_sharding`, `residual` of `down`."""
+        return self.down(self.gate_up(inputs), out_sharding, residual=residual)
 
 
 def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:

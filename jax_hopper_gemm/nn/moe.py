@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import moe
 from ..moe import Exchange, Score, Statistics
 from ..ops.dense import Implementation
-from ..ops.recipes import Recipe
+from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
 from .layers import Activation
 
@@ -102,6 +102,7 @@ class MoE(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
+        as_recipe("MoE", recipe)
         into = (features, hidden_features)
         init = partial(initial_experts, kernel_init, num_experts, dtype=param_dtype)
         self.router = nnx.Param(

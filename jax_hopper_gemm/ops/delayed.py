@@ -41,7 +41,8 @@ class DelayedScaling:
     """One scale for each tensor, from its largest magnitudes at former steps.
 
     A recipe with a state: one for each product, of `matmul` and `dot_general`. Differentiate by it
-    too; what comes as its gradient is the state of the next step.
+    too; what comes as its gradient is the state of the next step. So products by it have a first
+    derivative alone, in reverse mode.
 
         state = recipes.DelayedScaling.initial()
         dw, state = jax.grad(loss, (0, 1))(w, state, x)  # jhg.matmul(x, w, recipe=state)

@@ -18,6 +18,7 @@ from .complex_products import by_parts
 from .group_sizes import clipped_sizes, group_of_rows
 
 # Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
+# `lax.dot` does where Qwix replaces `lax.dot_general`, the other name of the same product.
 _lax_ragged_dot_general = lax.ragged_dot_general
 
 
@@ -64,14 +65,16 @@ def _by_lax(
 
         def of_group(_: None, group: jax.Array) -> tuple[None, jax.Array]:
             own_lhs, own_rhs = (jnp.where(own == group, x, jnp.zeros_like(x)) for x in (lhs, rhs))
-            return None, lax.dot_general(own_lhs, own_rhs, (((0,), (0,)), ((), ())), **options)
+            numbers = (((0,), (0,)), ((), ()))
+            return None, lax.dot(own_lhs, own_rhs, dimension_numbers=numbers, **options)
 
         return lax.scan(of_group, None, matrices)[1] if matrices.size else _zeros(like, rhs)
 
     def with_group(out: jax.Array, group: Any) -> tuple[jax.Array, None]:
         matrix, number = group
         axis = 0 if subscripts == VARLEN_M_KN else 1
-        own_rows = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
+        numbers = (((1,), (axis,)), ((), ()))
+        own_rows = lax.dot(lhs, matrix, dimension_numbers=numbers, **options)
         return jnp.where(own == number, own_rows, out), None
 
     out = _zeros(like, lhs)
@@ -99,7 +102,7 @@ def array_like_product(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> j
         numbers, axis = (((), ()), ((0,), (0,))), 0
     else:
         numbers, axis = (((1,), (subscripts.rhs.index("k"),)), ((), ())), 1
-    like = lax.dot_general(lhs, rhs, numbers, **product.options.of_dot())
+    like = lax.dot(lhs, rhs, dimension_numbers=numbers, **product.options.of_dot())
     like = lax.reduce(like, np.zeros((), like.dtype), lax.max, (axis,))  # of any dtype
     if subscripts == VARLEN_K:
         shape = (groups.matrices(sizes.shape[0]), *like.shape)
