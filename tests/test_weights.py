@@ -100,6 +100,16 @@ def test_no_kernel_reads_weights_of_other_dtypes(dtype, scales):
     assert spec.b_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_an_einsum_with_its_axes_in_another_order_has_its_dtype_after_an_epilogue(dtype):
+    x, w = activations(2, M, K), weights(shape=(2, K, N), axis=1)
+    for left, usual in ((x, "bfloat16"), (jhg.quantize(x, jnp.int8, (1, 1, None)), "float32")):
+        y = jhg.einsum("bmk,bkn->mbn", left, w, epilogue=jnp.sin, preferred_element_type=dtype)
+        wide = jnp.matmul(float64(left).astype("f4"), w.dequantize(), precision="highest")
+        assert y.dtype == (dtype or usual)
+        np.testing.assert_allclose(float64(y), jnp.sin(wide).swapaxes(0, 1), atol=2**-7)
+
+
 # Derivatives and transformations.
 
 
