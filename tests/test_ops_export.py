@@ -221,3 +221,30 @@ def test_ragged_products_of_a_symbolic_batch_are_multiplied_by_xla(rows):
     sizes = jnp.array([[100, 0, 56, 90], [0, 0, 0, 0], [300, 7, 1, 2]], jnp.int32)
     x = integers((3, 256, 256), "bfloat16", seed=4)
     np.testing.assert_array_equal(program.call(x, EXPERTS, sizes), ours(x, EXPERTS, sizes))
+
+
+@pytest.mark.parametrize("name", ["weights", "zero points", "packed", "state", "routing"])
+def test_a_stored_program_takes_and_returns_what_is_ours(name):
+    """As `Quantized` weights, of which it keeps whether they are packed."""
+    wide = jnp.where(EXPERTS[0] > 0, EXPERTS[0], 0)
+    argument = {
+        "weights": lambda: jhg.quantize(wide, jnp.int8, (None, 1)),
+        "zero points": lambda: jhg.quantize(wide, jnp.int4, (128, 1), symmetric=False),
+        "packed": lambda: jhg.quantize(wide, jnp.int4, (128, 1)).pack_weights(),
+        "state": lambda: recipes.DelayedScaling.initial(4, "float8_e4m3fn"),
+        "routing": lambda: jhg.moe.route(A[:, :8].astype(jnp.float32), 2),
+    }[name]()
+
+    def function(x, argument):
+        if name == "routing":
+            return x, argument
+        if name == "state":
+            return jhg.matmul(x, wide, recipe=argument), argument
+        return jhg.matmul(x, argument), argument
+
+    program = exported(function, args=(A, argument))
+    program = export.deserialize(program.serialize(vjp_order=1))
+    (y, again), (expected, _) = program.call(A, argument), function(A, argument)
+    np.testing.assert_array_equal(y, expected)
+    assert jax.tree.structure(again) == jax.tree.structure(argument)
+    jax.tree.map(np.testing.assert_array_equal, again, argument)

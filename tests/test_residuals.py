@@ -114,6 +114,14 @@ def test_a_factor_that_moves_keeps_the_product():
     assert derivative.accumulators == (None,) and dtypes == ["bfloat16"]
 
 
+def test_a_product_before_a_factor_keeps_its_range_beside_float16():
+    avals = (ACC, ROW, ROW)
+    scaled, squared = (lambda y, s, b: y * s + b), (lambda y, s, b: y * y)
+    for function, dtype in ((scaled, "float32"), (squared, "float16")):
+        derivative = tangent(traced(function, *avals), (0, 1, 2), 1, np.dtype("float16"), False)
+        assert [aval.dtype for aval in derivative.residuals.out_avals] == [dtype]
+
+
 def test_nothing_is_kept_of_what_is_linear():
     derivative, dtypes = kept(lambda y, s, r: y * s + r, SCALAR, MATRIX, still=(1,))
     assert dtypes == [] and derivative.operands == (True, False)

@@ -100,6 +100,16 @@ def test_no_kernel_reads_weights_of_other_dtypes(dtype, scales):
     assert spec.b_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_an_einsum_with_its_axes_in_another_order_has_its_dtype_after_an_epilogue(dtype):
+    x, w = activations(2, M, K), weights(shape=(2, K, N), axis=1)
+    for left, usual in ((x, "bfloat16"), (jhg.quantize(x, jnp.int8, (1, 1, None)), "float32")):
+        y = jhg.einsum("bmk,bkn->mbn", left, w, epilogue=jnp.sin, preferred_element_type=dtype)
+        wide = jnp.matmul(float64(left).astype("f4"), w.dequantize(), precision="highest")
+        assert y.dtype == (dtype or usual)
+        np.testing.assert_allclose(float64(y), jnp.sin(wide).swapaxes(0, 1), atol=2**-7)
+
+
 # Derivatives and transformations.
 
 
@@ -123,6 +133,32 @@ def test_gradients_are_those_of_dequantized_weights(block):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         error = np.linalg.norm(float64(ours) - float64(theirs))
         assert error <= 1e-2 * np.linalg.norm(float64(theirs))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("function", ["matmul", "ragged_dot", "gated_linear_unit"])
+def test_gradients_of_float16_keep_their_range(function, dtype):
+    """Products of the values alone may be above it, cotangents times scales below."""
+    x, wide = activations(M, K, dtype=jnp.float16), 0.02 * normal((K, N), seed=1)
+    cotangent = activations(M, N, dtype=jnp.float16) * 1e-3
+    w = jhg.quantize(wide[None] if function == "ragged_dot" else wide, dtype)
+
+    def multiplied(x: Any, scale: Any, exact: bool = False) -> Any:
+        right: Any = jhg.Quantized(w.values, scale)
+        right = right.dequantize() if exact else right
+        if function == "matmul":
+            return jhg.matmul(x, right)
+        if function == "ragged_dot":
+            return jhg.ragged_dot(x, right, jnp.array([M]))
+        return jhg.gated_linear_unit(x, (right, right), activation="silu")
+
+    found = jax.vjp(multiplied, x, w.scale)[1](cotangent)
+    exact = partial(multiplied, exact=True)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.vjp(exact, x.astype(jnp.float32), w.scale)[1](cotangent.astype(jnp.float32))
+    for ours, theirs in zip(found, expected, strict=True):
+        error = np.linalg.norm(float64(ours) - float64(theirs))
+        assert error <= 2**-10 * np.linalg.norm(float64(theirs))
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

@@ -5,7 +5,8 @@ accumulator at most. Where the derivative is smooth, or jumps at zero alone, the
 16 bits: that keeps signs. Where it jumps elsewhere, as that of a clip does, they are stored as they
 are, or else as the mask that is the only thing needed: it jumps where the function did that ran.
 
-NOTE: In float16 numbers below 2^-25 become 0, those beyond 65520 infinite.
+NOTE: In float16 numbers below 2^-25 become 0, those beyond 65520 infinite. So accumulators are
+kept in float32 beside float16 where the derivative of a factor, such as a scale, reads them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def tangent(
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
     moves = _reached(whole, len(avals))
     whole, _ = pruned(whole, moves, [True] * len(whole.in_avals))
-    cut = _Cut(whole, len(avals), count, np.dtype(dtype))
+    cut = _Cut(whole, len(avals), count, np.dtype(dtype), sum(i < count for i in wrt))
     values = cut.accumulators() if recompute else cut.least()
     dtypes = cut.dtypes(values)
     if recompute and dtypes:
@@ -123,13 +124,17 @@ class _Cut:
       closed: of the epilogue's inputs, `num_inputs`, the first `count` of them accumulators, and of
         tangents.
       dtype: that values may be rounded to.
+      first: how many of the tangents, the first, are those of accumulators.
     """
 
-    def __init__(self, closed: ClosedJaxpr, num_inputs: int, count: int, dtype: np.dtype):
+    def __init__(
+        self, closed: ClosedJaxpr, num_inputs: int, count: int, dtype: np.dtype, first: int
+    ) -> None:
         self._closed, self._count, self._dtype = closed, count, dtype
         self._equations = closed.jaxpr.eqns
         self.inputs: list[Any] = closed.jaxpr.invars[:num_inputs]
         self._tangents: list[Any] = closed.jaxpr.invars[num_inputs:]
+        self._of_operands = self._tangents[first:]
         linear, moving = set(self._tangents), set(self.inputs[:count])
         self._known: dict[int, Any] = {}  # equations of what accumulators and no tangents make
         for number, equation in enumerate(self._equations):
@@ -226,9 +231,20 @@ class _Cut:
         }  # fmt: skip
         after = self.after(values).jaxpr.eqns
         exact = read_across_a_jump(after, rounded, tangents=self._linear)
+        exact |= self._scaled() if self._dtype == np.float16 else set()
         return [
             x.aval.dtype if x in exact else dtype for x, dtype in zip(values, kept, strict=True)
         ]
+
+    def _scaled(self) -> set[Any]:
+        """Returns those that tangents of factors multiply: without these they may be too large."""
+        factors, found = set(self._of_operands), set[Any]()
+        for equation in self._equations:
+            read = set(variables(equation.invars))
+            if not factors.isdisjoint(read):
+                factors.update(equation.outvars)
+                found |= read.intersection(self.inputs[: self._count])
+        return found
 
     # The two parts.
 

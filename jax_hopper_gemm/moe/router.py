@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -64,6 +64,10 @@ class Routing(NamedTuple):
     order: jax.Array
     positions: jax.Array
     statistics: Statistics
+
+
+for cls in (Statistics, Routing):
+    export.register_namedtuple_serialization(cls, serialized_name=f"jax_hopper_gemm.{cls.__name__}")
 
 
 def load_balancing_loss(statistics: Statistics) -> jax.Array:

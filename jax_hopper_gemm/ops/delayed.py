@@ -27,6 +27,7 @@ from ..primitives.dot import hopper_dot
 from ..primitives.quantize import largest_magnitude, rounded, scale_of
 from .batch_invariance import in_contexts
 from .dense_run import INLINE
+from .quantized import storable
 from .steps import Steps
 
 ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
@@ -97,6 +98,9 @@ class DelayedScaling:
             amax = lax.pmax(amax, shared)
         history = jnp.roll(history, -1, 1).at[:, 0].set(amax)
         return replace(self, scale=jnp.stack(scales), amax_history=history)
+
+
+storable(DelayedScaling)
 
 
 @dataclass(frozen=True)

@@ -278,14 +278,21 @@ def _einsum_of_quantized(
     operands: tuple[Any, ...],
     epilogue: Any,
     out_sharding: Any,
-    dot: Callable[..., Any],
+    dot: partial[Any],
 ) -> Any:
     """Returns what `dot` does, a `dot_general` that takes quantized arrays, and a transpose."""
     product = subscripts.dot_general()
     order = tuple(map(product.permutation.index, range(len(product.out))))
     lhs, rhs = operands[::-1] if product.swap_ab else operands
     in_order = product.permutation == tuple(range(len(product.out)))
-    follow = epilogue if in_order or epilogue is None else _Permuted(product.permutation, epilogue)
+    dtype = dot.keywords["preferred_element_type"]
+    if dtype is None:
+        arrays = (x for x in operands if not is_quantized(x))
+        dtype = next(map(jnp.result_type, arrays), jnp.dtype(jnp.float32))
+    one = None if isinstance(dtype, tuple | list) else dtype
+    follow = epilogue
+    if not (in_order or epilogue is None):
+        follow = _Permuted(product.permutation, epilogue, one)
     result = dot(
         lhs, rhs, product.dimension_numbers, epilogue=follow,
         out_sharding=permuted_sharding(out_sharding, order),
@@ -295,13 +302,23 @@ def _einsum_of_quantized(
 
 @dataclass(frozen=True)
 class _Permuted:
-    """A function of an array with its axes in another order. Equal ones are one key of a cache."""
+    """A function of an array with its axes in another order. Equal ones are one key of a cache.
+
+    Results of that array's type are converted to `dtype`, unless that is None.
+    """
 
     permutation: tuple[int, ...]
     function: Callable[..., Any]
+    dtype: Any
 
     def __call__(self, y: jax.Array, *operands: Any) -> Any:
-        return self.function(lax.transpose(y, self.permutation), *operands)
+        y = lax.transpose(y, self.permutation)
+
+        def as_result(x: Any) -> Any:
+            alike = isinstance(x, jax.Array) and (x.shape, x.dtype) == (y.shape, y.dtype)
+            return x.astype(self.dtype) if alike and self.dtype is not None else x
+
+        return jax.tree.map(as_result, self.function(y, *operands))
 
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:

@@ -22,7 +22,7 @@ from .batch_invariance import in_contexts
 from .complex_products import by_parts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
-from .steps import SCALES, Gate, Steps, result_dtypes, traced
+from .steps import SCALES, Gate, Steps, result_dtypes, traced, with_range
 from .substitute import final_product, with_hopper_dot
 
 
@@ -107,6 +107,7 @@ def run_steps(
         products = product.results(function, lhs, rights)
         follow = traced(steps.op, steps, products, operands, products[0].dtype, dtypes)
         return follow.apply(*products)
+    options = with_range(options, steps, lhs)
     types = typeof(lhs), tuple(map(typeof, rights))
     own, operands = settled(
         steps.op, steps, lambda: _wide_products(product, options, *types), operands,

@@ -6,6 +6,7 @@ such arrays, `weights` is about one beside an array of 16 bits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.dtypes import WEIGHTS, one_of
@@ -93,6 +95,18 @@ class Quantized:
             half = (*self.shape[:-1], self.shape[-1] // 2)
             run = partial(in_auto_axes, pack, kept_sharding(self.values, half))
         return Quantized(run(self.values), self.scale, True, self.zero)
+
+
+def storable(cls: type[Any]) -> None:
+    """Tells `jax.export` how to store a dataclass that a program takes or returns."""
+    export.register_pytree_node_serialization(
+        cls, serialized_name=f"jax_hopper_gemm.{cls.__name__}",
+        serialize_auxdata=lambda fields: json.dumps(fields).encode(),
+        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+    )  # fmt: skip
+
+
+storable(Quantized)
 
 
 class QArray(Protocol):

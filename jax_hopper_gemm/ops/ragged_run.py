@@ -38,7 +38,7 @@ from .ragged_axes import (
     shardings_of_results,
 )
 from .settled import Settled, settled
-from .steps import Gate, Steps, result_dtypes, traced
+from .steps import Gate, Steps, result_dtypes, traced, with_range
 
 # Taken here, so that it stays JAX's own where `intercept_ragged_dot` puts ours in its place.
 lax_ragged_dot_general = lax.ragged_dot_general
@@ -204,6 +204,7 @@ def run_with_epilogue(
         return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
     if out_sharding is not None:
         raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
+    options = with_range(options, function, lhs)
     own, seen = settled(
         op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
         eager=not isinstance(lhs, Tracer),

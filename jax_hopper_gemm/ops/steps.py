@@ -6,7 +6,7 @@ The functions are plain data: equal arguments give equal functions, and so one t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from ..gemm.product import Options
 from . import checks
 from .activations import Activation
 
@@ -113,6 +114,22 @@ class Gate:
             gate, up = (y + _as(y, b) for y, b in zip((gate, up), biases, strict=True))
         hidden = activated(self.op, self.activation, gate) * up
         return _as(hidden, operands[-1]) * hidden if self.scaled else hidden
+
+
+def with_range(options: Options, steps: Steps | Gate, x: Any) -> Options:
+    """Returns options by which cotangents keep their range.
+
+    Those of products with scaled weights come times scales, which are too small for float16. They
+    stay float32, but where the user says otherwise or takes a kernel or an error.
+
+    Args:
+      x: an operand of the product.
+    """
+    scaled = not set(SCALES).isdisjoint(steps.named) or getattr(steps, "factors", 0)
+    float16 = scaled and jnp.result_type(x) == jnp.float16
+    if not float16 or options.cotangent_dtype or options.insists or options.by_jax:
+        return options
+    return replace(options, cotangent_dtype=np.dtype(np.float32))
 
 
 def named_in(terms: Mapping[str, Any], *arrays: Any) -> tuple[str, ...]:
