@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -85,23 +85,24 @@ def accelerate(
     if implementation == "xla":
         return function
 
-    def checked(held: list[bool], /, *args: Any, **kwargs: Any) -> Any:
-        objects = [x for x, y in zip(_objects_in((args, kwargs)), held, strict=True) if y]
-        before = [jax.tree.leaves(x) for x in objects]
-        result = function(*args, **kwargs)
-        returned = jax.tree.leaves(result)
-        for x, leaves in zip(objects, before, strict=True):
-            checks.check_unchanged("accelerate", x, leaves + returned)
-        return result
-
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
         # Tracers of JAX make the objects of their calls; `jax.grad` hands on its caller's.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         made = caller.startswith("jax._src.interpreters.")
         held = [not (made and _is_traced(x)) for x in _objects_in((args, kwargs))]
-        run = partial(checked, held)
-        return run_with_our_products(run, args, kwargs, Rewriting(implementation, fuse, recipe))
+
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            objects = [x for x, y in zip(_objects_in((args, kwargs)), held, strict=True) if y]
+            before = [jax.tree.leaves(x) for x in objects]
+            result = function(*args, **kwargs)
+            returned = jax.tree.leaves(result)
+            for x, leaves in zip(objects, before, strict=True):
+                checks.check_unchanged("accelerate", x, leaves + returned)
+            return result
+
+        return run_with_our_products(checked, args, kwargs, Rewriting(implementation, fuse, recipe))
 
     return accelerated
 
