@@ -247,3 +247,18 @@ def test_a_program_that_was_differentiated_jumps_where_its_kernels_did(jump):
     least = float(y.min())
     assert 1000 < np.count_nonzero(y > least) < y.size
     np.testing.assert_array_equal(gradient != 0, y > least)
+
+
+@pytest.mark.usefixtures("all_fused")
+@pytest.mark.parametrize(
+    "function", [jnp.nan_to_num, lambda y: jnp.where(jnp.isfinite(y), y, 0), jnp.isinf]
+)
+def test_a_product_is_infinite_for_an_accelerated_program_where_it_is_in_its_dtype(function):
+    a = jnp.full((32, 64), 64, jnp.float16) * jnp.arange(1, 65, dtype=jnp.float16)
+
+    def of_product(a: Any, b: Any) -> Any:
+        return function(a @ b.T).astype(jnp.float16) / 8
+
+    expected = of_product(a, a)
+    assert jnp.isinf(a @ a.T).any() and jnp.isfinite(expected).all()
+    np.testing.assert_array_equal(jhg.accelerate(of_product)(a, a), expected)
