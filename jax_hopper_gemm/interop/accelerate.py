@@ -67,7 +67,8 @@ def accelerate(
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel for every
         replaced product, in derivatives too; "xla" replaces none.
       fuse: whether products take operations along. False replaces products one by one, with the
-        roundings of the program between them and what follows.
+        roundings of the program between them and what follows. An `accelerate` around the result,
+        or `explain` of it, fuses them, unless `fuse` is False there too.
       recipe: one of `jax_hopper_gemm.recipes`, of all replaced products of 16-bit floats without
         batch axes, in derivatives of the result too. A gradient that the function itself takes is
         a product like any other: its cotangents are quantized as activations are. Arguments, and
@@ -76,8 +77,9 @@ def accelerate(
     Raises:
       TypeError: `function` is not callable, or `fuse` no bool.
       ValueError: `implementation` is something else; or, in a call, `function` stores an array in
-        one of its arguments and does not return the array. An object that `jax.jit` or `jax.vmap`
-        makes for the call may change, as without `accelerate`: nobody else has it.
+        an argument of a class that JAX knows as a pytree, no list, tuple or dict, and does not
+        return the array. An object that `jax.jit` or `jax.vmap` makes for the call may change, as
+        without `accelerate`: nobody else has it. Lists and dicts are copies, as in `jax.jit`.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation, fuse)
