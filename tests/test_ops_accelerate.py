@@ -172,6 +172,18 @@ def test_a_change_that_the_caller_could_see_is_refused(transformed: Any):
         transformed(lambda x: jax.grad(jhg.accelerate(loss))(x, Cache(x)))(X)
 
 
+def scaled(scales: dict[str, Any], x: Any, steps: int = 1, **more: Any) -> Any:
+    return x if scales["of x"].sum() > steps else more["y"].item()
+
+
+@pytest.mark.parametrize("call", [jhg.accelerate(scaled), jax.jit(jhg.accelerate(scaled))])
+def test_errors_of_jax_name_the_function_and_its_arguments(call: Any):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        call({"of x": X}, W, y=X)
+    assert "the function scaled at" in str(raised.value)
+    assert "the argument scales['of x']" in str(raised.value)
+
+
 def test_tokens_are_passed_on():
     def first(x: Any) -> Any:
         return lax.create_token(x), x @ x

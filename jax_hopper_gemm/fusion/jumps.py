@@ -69,7 +69,7 @@ class _Search:
                 self._follow_call(equation, equation.params[CALLS[name]].jaxpr)
             else:
                 jumps = _jumps(equation) or self._rounds(equation, sources)
-                if (jumps or name in self._kinks) and not self._is_kept(name, atoms):
+                if (jumps or name in self._kinks) and not self._is_kept(equation):
                     self.changing |= sources
                 if not jumps:
                     self._sources |= dict.fromkeys(equation.outvars, sources)
@@ -110,13 +110,14 @@ class _Search:
         }
         return sources.pop() if len(sources) == 1 else None
 
-    def _is_kept(self, name: str, atoms: Sequence[Any]) -> bool:
+    def _is_kept(self, equation: Any) -> bool:
         """Whether the result of a jump is that of the values before they were rounded."""
-        if name in COMPARISONS:
-            is_nan_test = atoms[0] is atoms[1]
-            return is_nan_test or any(map(_is_infinite, atoms)) or self._common(atoms) is not None
-        homogeneous = name == "sign" or name in _KINKS
-        return name == "is_finite" or (homogeneous and self._common(atoms) is not None)
+        name, atoms = equation.primitive.name, equation.invars
+        is_nan_test = name in COMPARISONS and atoms[0] is atoms[1]
+        if is_nan_test or tests_for_infinity(equation):
+            return True
+        homogeneous = name == "sign" or name in _KINKS or name in COMPARISONS
+        return homogeneous and self._common(atoms) is not None
 
     def _rounds(self, equation: Any, sources: Iterable[Any]) -> bool:
         """Whether the result has fewer digits than one of its sources."""
@@ -153,6 +154,13 @@ def _jumps(equation: Any) -> bool:
         or not all(is_inexact(x.aval) for x in equation.outvars)
         or any(hasattr(x, "jaxpr") or hasattr(x, "eqns") for x in calls)
     )
+
+
+def tests_for_infinity(equation: Any) -> bool:
+    """Whether an equation asks whether numbers are infinite."""
+    if equation.primitive.name in COMPARISONS:
+        return any(map(_is_infinite, equation.invars))
+    return equation.primitive.name == "is_finite"
 
 
 def _is_infinite(atom: Any) -> bool:

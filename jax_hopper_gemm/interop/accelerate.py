@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -67,7 +67,8 @@ def accelerate(
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel for every
         replaced product, in derivatives too; "xla" replaces none.
       fuse: whether products take operations along. False replaces products one by one, with the
-        roundings of the program between them and what follows.
+        roundings of the program between them and what follows. An `accelerate` around the result,
+        or `explain` of it, fuses them, unless `fuse` is False there too.
       recipe: one of `jax_hopper_gemm.recipes`, of all replaced products of 16-bit floats without
         batch axes, in derivatives of the result too. A gradient that the function itself takes is
         a product like any other: its cotangents are quantized as activations are. Arguments, and
@@ -76,8 +77,9 @@ def accelerate(
     Raises:
       TypeError: `function` is not callable, or `fuse` no bool.
       ValueError: `implementation` is something else; or, in a call, `function` stores an array in
-        one of its arguments and does not return the array. An object that `jax.jit` or `jax.vmap`
-        makes for the call may change, as without `accelerate`: nobody else has it.
+        an argument of a class that JAX knows as a pytree, no list, tuple or dict, and does not
+        return the array. An object that `jax.jit` or `jax.vmap` makes for the call may change, as
+        without `accelerate`: nobody else has it. Lists and dicts are copies, as in `jax.jit`.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation, fuse)
@@ -85,23 +87,24 @@ def accelerate(
     if implementation == "xla":
         return function
 
-    def checked(held: list[bool], /, *args: Any, **kwargs: Any) -> Any:
-        objects = [x for x, y in zip(_objects_in((args, kwargs)), held, strict=True) if y]
-        before = [jax.tree.leaves(x) for x in objects]
-        result = function(*args, **kwargs)
-        returned = jax.tree.leaves(result)
-        for x, leaves in zip(objects, before, strict=True):
-            checks.check_unchanged("accelerate", x, leaves + returned)
-        return result
-
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
         # Tracers of JAX make the objects of their calls; `jax.grad` hands on its caller's.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         made = caller.startswith("jax._src.interpreters.")
         held = [not (made and _is_traced(x)) for x in _objects_in((args, kwargs))]
-        run = partial(checked, held)
-        return run_with_our_products(run, args, kwargs, Rewriting(implementation, fuse, recipe))
+
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            objects = [x for x, y in zip(_objects_in((args, kwargs)), held, strict=True) if y]
+            before = [jax.tree.leaves(x) for x in objects]
+            result = function(*args, **kwargs)
+            returned = jax.tree.leaves(result)
+            for x, leaves in zip(objects, before, strict=True):
+                checks.check_unchanged("accelerate", x, leaves + returned)
+            return result
+
+        return run_with_our_products(checked, args, kwargs, Rewriting(implementation, fuse, recipe))
 
     return accelerated
 

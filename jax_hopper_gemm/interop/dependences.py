@@ -47,6 +47,7 @@ class Dependences:
         self.statistics: dict[Any, int] = {}
         self._without_products: set[Any] = set()  # matrices that a region may compute
         self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
+        self._choices: set[int] = set()  # comparisons of numbers with what is made of them
         for number, kind in enumerate(program.kinds):
             self._follow(number, kind)
         self._find_read()
@@ -58,6 +59,9 @@ class Dependences:
             kind = "elementwise"
         if kind == "product" and number in self.alone:
             kind = "other"
+        if equation.primitive.name == "eq" and self._compares_made(inputs):
+            kind = "other"
+            self._choices.add(number)
         depends = joined(self.of, inputs)
         met = self.program.met[number] if kind == "elementwise" else inputs
         cone = joined(self.cone, met) if depends and kind != "other" else 0
@@ -133,6 +137,8 @@ class Dependences:
                 read.update(x for x in inputs if self.kind(x) != "layout")
             elif kind == "reduction":
                 read.update(equation.outvars)
+            elif number in self._choices:
+                read.update(inputs)
             elif kind == "other" and equation.primitive.name in FUSED_BY_XLA:
                 passing.update(() if number in self._by_xla else inputs)
             elif number not in self._by_xla:
@@ -148,6 +154,25 @@ class Dependences:
         """
         pairs = permutations(compared, 2)
         return any(self._crosses(x, self._elementwise_ancestors(other)) for x, other in pairs)
+
+    def _compares_made(self, compared: Iterable[Any]) -> bool:
+        """Whether one side is made of the other one, elementwise, whatever computes it.
+
+        As max(x, y), which derivatives of JAX before 0.12 compare with x and y. XLA compares what
+        is stored: computed anew, with other roundings between, what was equal is not.
+        """
+        for x, source in permutations(compared, 2):
+            pending, seen = [x], set[Any]()
+            while pending:
+                x = pending.pop()
+                number = self.program.makers.get(x)
+                if number is None or x in seen or self.program.kinds[number] != "elementwise":
+                    continue
+                seen.add(x)
+                pending += self.program.inputs[number]
+            if source in seen:
+                return True
+        return False
 
     def _elementwise_ancestors(self, variable: Any) -> set[Any]:
         """Returns the variables that one is made of elementwise, back to products, and itself."""

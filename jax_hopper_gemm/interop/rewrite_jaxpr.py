@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 from jax import lax
+from jax.api_util import debug_info
 from jax.core import Tracer
 from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, jaxprs_in_params
@@ -134,6 +135,9 @@ def traced_call(
         return [x for x, y in zip(outputs, is_output, strict=True) if y]
 
     arrays = [x for x in leaves if _is_array(x)]
+    about: Any = debug_info("accelerate", function, args, kwargs)  # for JAX's errors
+    names = tuple(name for name, x in zip(about.arg_names, leaves, strict=True) if _is_array(x))
+    vars(of)["__fun_debug_info__"] = about._replace(arg_names=names)
     program = jax.make_jaxpr(of)(*arrays)
 
     def result(outputs: Sequence[Any]) -> Any:

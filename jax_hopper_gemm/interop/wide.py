@@ -14,6 +14,7 @@ from jax import numpy as jnp
 from jax.extend.core import Literal
 
 from ..fusion.jaxprs import CALLS, ClosedJaxpr, traced
+from ..fusion.jumps import tests_for_infinity
 from ..fusion.memo import interned, memoised
 from ..primitives.segments import segment_mask
 
@@ -125,6 +126,9 @@ def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
         return function(*inputs)
     if name in CALLS and name != "custom_jvp_call":
         return _evaluate(params[CALLS[name]].jaxpr, inputs)
+    if tests_for_infinity(equation):  # which a number of 16 bits is earlier
+        pairs = zip(inputs, equation.invars, strict=True)
+        inputs = [_rounded(x, atom.aval.dtype) for x, atom in pairs]
     with equation.ctx.manager:
         if name == "convert_element_type":
             dtype = params["new_dtype"]

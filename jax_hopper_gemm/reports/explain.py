@@ -86,7 +86,7 @@ def explain(
         of Flax nnx modules: `jax_hopper_gemm.nn.explain`.
       *args, **kwargs: the function's; arrays may be `jax.ShapeDtypeStruct`s.
       implementation, recipe: a product's own arguments, or those of `accelerate`.
-      fuse: as in `accelerate`; not for one product.
+      fuse: as in `accelerate`, of a function that it returned too; not for one product.
 
     Returns:
       Of one product an `Explanation`. Its operands are arrays of their own: in a program they may
