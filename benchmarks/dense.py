@@ -1,6 +1,6 @@
 """Times dense products: ours, `jnp.matmul`, Pallas, and what else is installed.
 
-    python benchmarks/dense.py bars --regime both --out dense.json --plot dense.png
+    python benchmarks/dense.py bars --regime both --out dense.json
 
 Takes turns on the same random inputs, in one process; median and quartiles. The bars suite in
 the burst regime takes about two minutes on an H200. `python -m jax_hopper_gemm bench` is the same

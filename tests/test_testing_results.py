@@ -1,4 +1,4 @@
-"""Rows of benchmarks: as text, as JSON, as a plot and in summary."""
+"""Rows of benchmarks: as text, as JSON and in summary."""
 
 from __future__ import annotations
 
@@ -34,11 +34,3 @@ def test_rows_survive_json():
     line = json.loads(json.dumps(row(GemmProblem.dense(8, 8, 8), 4.0, 5.0).to_dict()))
     assert line["ratios"] == {"hopper": 1.25, "auto": None}
     assert line["timings"]["xla"]["median_us"] == 5.0
-
-
-def test_plot_draws_every_regime(tmp_path):
-    pytest.importorskip("matplotlib")
-    problem = GemmProblem.dense(64, 64, 64)
-    rows = [row(problem, 1.0, 2.0), row(problem, 1.0, 2.0, "sustained")]
-    assert results.plot(rows, tmp_path / "plot.png", "a GPU")
-    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"

@@ -19,11 +19,10 @@ from .report import check_file, json_option, say
 @click.option("--rounds", type=products.POSITIVE, default=5, help="Turns of each candidate [5].")
 @click.option("--without", multiple=True, metavar="CANDIDATE", help="Leave a candidate out.")
 @click.option("--out", type=Path, metavar="FILE", help="Write all figures, as JSON.")
-@click.option("--plot", type=Path, metavar="FILE", help="Write a picture; needs matplotlib.")
 @json_option
 def command(
     wanted: tuple[Any, ...], regime: str, rounds: int, without: tuple[str, ...],
-    out: Path | None, plot: Path | None, **described: Any,
+    out: Path | None, **described: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Time products beside XLA's and Pallas's, in alternation [bars]; needs a Hopper GPU."""
     from ..testing import benchmark, results
@@ -35,7 +34,6 @@ def command(
     if not makers:
         raise click.UsageError("--without leaves out every candidate; keep one to time.")
     check_file(out, "--out")
-    check_file(plot, "--plot")
     benchmark.this_device()
     facts = benchmark.environment()
     say("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
@@ -54,6 +52,4 @@ def command(
     found = {"environment": facts, "summary": totals, "rows": [row.to_dict() for row in rows]}
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
-    if plot and not results.plot(rows, plot, facts["device"]):
-        say("no plot: matplotlib is not installed")
     return found

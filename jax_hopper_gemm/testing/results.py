@@ -1,11 +1,10 @@
-"""Rows of a benchmark, and what is shown of them: a table, ratios, a plot, JSON."""
+"""Rows of a benchmark, and what is shown of them: a table, ratios, JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ..gemm.problem import GemmProblem
@@ -102,32 +101,3 @@ def format_row(row: Row) -> str:
         f"{median('xla'):>9} {rate('xla'):>5} {ratio('hopper'):>6} {ratio('auto'):>6} "
         f"{median('pallas'):>9}  {runs}{others}"
     )
-
-
-def plot(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Draws TFLOP/s of each candidate over the problems; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    regimes = list(dict.fromkeys(row.regime for row in rows))
-    figure, axes = pyplot.subplots(
-        len(regimes), 1, squeeze=False, figsize=(max(6, 0.4 * len(rows)), 4.5 * len(regimes))
-    )
-    for axis, regime in zip(axes[:, 0], regimes, strict=True):
-        chosen = [row for row in rows if row.regime == regime]
-        for name in dict.fromkeys(name for row in chosen for name in row.timings):
-            points = [(i, r.teraflops(name)) for i, r in enumerate(chosen) if name in r.timings]
-            axis.plot(*zip(*points, strict=True), "o", label=name, markersize=4)
-        labels = [f"{extents(r.problem)} {shapes.layout_name(r.problem)}" for r in chosen]
-        axis.set_xticks(range(len(chosen)), labels, rotation=90, fontsize=7)
-        axis.set_ylabel("TFLOP/s")
-        axis.set_title(f"{title}, {regime}")
-        axis.set_ylim(bottom=0)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return True
