@@ -168,7 +168,7 @@ def test_the_message_says_what_came_and_the_way_out(call, error, message):
 @pytest.mark.parametrize("name", ["activation", "epilogue"])
 def test_what_follows_is_a_function_though_it_may_be_false_or_an_array(call, name):
     class Layers(list):
-        __hash__ = object.__hash__
+        __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
         def __call__(self, y):
             return y + 1
