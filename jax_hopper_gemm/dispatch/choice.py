@@ -85,7 +85,7 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
     if device.comm_overlap:
         decision = _for_overlap(whole, alone, decision)
-    return _of_stack(_staying(decision, whole), problem)
+    return _staying(_of_stack(decision, problem), problem)
 
 
 def _refusals(problem: GemmProblem, device: Device) -> list[str]:
@@ -124,7 +124,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     whole = _whole(problem)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
-    return _of_stack(_staying(decision, whole), problem)
+    return _staying(_of_stack(decision, problem), problem)
 
 
 def _staying(decision: Decision, problem: GemmProblem) -> Decision:
@@ -133,7 +133,7 @@ def _staying(decision: Decision, problem: GemmProblem) -> Decision:
     spec = decision.spec
     if spec is None or not spec.evict_first or decision.source == "user table":
         return decision
-    if not least <= problem.bytes <= most:
+    if not least <= problem.bytes * problem.stack <= most:  # a loop reads the stack's others, too
         return decision
     return replace(decision, spec=replace(spec, evict_first=None))
 
