@@ -144,35 +144,24 @@ def _legal(
 
 
 def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
-    """Whether a kernel is considered only where all others are as unlikely to be fast."""
-    return _is_too_tall(problem, spec) | _is_a_stream(problem, spec)
+    """Whether a kernel is considered only where all others are as unlikely to be fast.
 
-
-def _is_too_tall(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
-    """Whether most rows of a tile are expected to be past the end of a group.
-
-    Reading B is then what takes time, and rows that are not there leave less of it in flight.
+    It is one for one row or column of tiles that would run several of both; or most rows of a tile
+    are expected to be past the end of a group: reading B is then what takes time, and rows that are
+    not there leave less of it in flight.
     """
-    rows = mean_rows(problem)
-    return rows is not None and spec.tile_m > max(64, 2 * rows)
-
-
-def _is_a_stream(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
-    """Whether a kernel for one row or column of tiles would run several of both."""
-    p = problem.as_stored(spec.d_major)
-    return spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n)
+    p, rows = problem.as_stored(spec.d_major), mean_rows(problem)
+    is_too_tall = rows is not None and spec.tile_m > max(64, 2 * rows)
+    return is_too_tall | (spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n))
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
-    for rule in RULES if _is_fitted(problem, device) else UNFITTED_RULES:
+    fit = fit_for(with_whole_rows(without_epilogue(problem)), device)
+    for rule in RULES if fit else UNFITTED_RULES:
         if reason := rule(problem, cost, device):
             return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
     return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
-
-
-def _is_fitted(problem: GemmProblem, device: Device) -> bool:
-    return fit_for(with_whole_rows(without_epilogue(problem)), device) is not None
 
 
 def without_epilogue(problem: GemmProblem) -> GemmProblem:
