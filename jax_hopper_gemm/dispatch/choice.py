@@ -319,20 +319,14 @@ def _for_overlap(problem: GemmProblem, device: Device, decision: Decision) -> De
         return decision
     dynamic = dynamic_spec(spec)
     if dynamic is None:  # for want of registers
-        best, _ = best_kernel(problem, device, _dynamic_candidates(problem))
+        # Whole lines of 128 bytes even of a mask: on an H200 tiles of 256x160 that stored a mask
+        # took 3.1 ms where those of 128 and 256 columns took 2.5; the model says 2.4 of all.
+        candidates = map(dynamic_spec, model_specs(ProblemType.of(problem)))
+        candidates = [x for x in candidates if x and x.tile_n % LINE_COLUMNS == 0]
+        best, _ = best_kernel(problem, device, candidates)
         limit = MAX_DYNAMIC_COST * estimate(problem, spec, raster_order, device).ns
         if best is None or best.cost.ns > limit:
             return decision
         dynamic, raster_order = best.spec, best_raster_order(problem, best.spec, device)
     reason = f"{decision.reason}; its tiles are scheduled dynamically, since transfers may hold SMs"
     return replace(decision, spec=dynamic, raster_order=raster_order, reason=reason)
-
-
-def _dynamic_candidates(problem: GemmProblem) -> list[GemmSpec]:
-    """Returns the dynamic kernels whose tiles have whole lines of 128 bytes even of a mask.
-
-    On an H200 one of 256x160 that stored a mask took 3.1 ms where those of 128 and 256 columns
-    took 2.5; the model says 2.4 of all.
-    """
-    dynamic = map(dynamic_spec, model_specs(ProblemType.of(problem)))
-    return [spec for spec in dynamic if spec and spec.tile_n % LINE_COLUMNS == 0]
