@@ -1,4 +1,4 @@
-"""The command line of benchmarks: options of all, kernels built ahead, figures as JSON."""
+"""The command line of benchmarks: options of all, kernels built ahead, heads, figures as JSON."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ def parser(
     if rounds is not None:
         found.add_argument("--rounds", type=int, default=rounds, help=f"of each [{rounds}]")
     return found
+
+
+def begin(regime: str, header: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Prints what is timed where and a table's head; returns the regimes and the environment.
+
+    Args:
+      regime: one of `benchmark.REGIMES`, or "both".
+
+    Raises:
+      RuntimeError: jax has no Hopper GPU.
+    """
+    benchmark.this_device()
+    facts = benchmark.environment()
+    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
+    print(header)
+    return benchmark.REGIMES if regime == "both" else (regime,), facts
 
 
 def build(specs: Iterable[KernelSpec | None], folder: Path) -> int:

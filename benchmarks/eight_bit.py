@@ -186,7 +186,9 @@ def main() -> int:
                 specs += [spec for spec, _ in kernels_of(case, arguments.kernels)]
         return command_line.build(specs, arguments.build)
     rows = []
-    benchmark.begin("burst", f"{'product':42} {'XLA us':>9} {'ours us':>9} {'TFLOP/s':>8} XLA/ours")
+    command_line.begin(
+        "burst", f"{'product':42} {'XLA us':>9} {'ours us':>9} {'TFLOP/s':>8} XLA/ours"
+    )
     for case in cases:
         input_sets, timings = case.inputs(), {}
         functions: dict[str, Callable] = {"xla": jax.jit(case.theirs), "ours": jax.jit(case.ours)}

@@ -360,7 +360,7 @@ def main() -> int:
     if arguments.build:
         return command_line.build(all_specs(chosen), arguments.build)
 
-    regimes, _ = benchmark.begin(arguments.regime, HEADER)
+    regimes, _ = command_line.begin(arguments.regime, HEADER)
     rows: list[Row] = []
     profiles: dict[str, list[tuple[str, float]]] = {}
     for case, shape in chosen:

@@ -313,7 +313,7 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Times all candidates and prints a line for each case."""
-    regimes, _ = benchmark.begin(arguments.regime, HEADER)
+    regimes, _ = command_line.begin(arguments.regime, HEADER)
     rows = []
     for name in arguments.shapes:
         input_sets = random_inputs(SHAPES[name])

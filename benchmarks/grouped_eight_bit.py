@@ -24,7 +24,6 @@ import numpy as np
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
-from jax_hopper_gemm.testing import benchmark
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SHAPES = ("deepseek", "qwen3")
@@ -77,7 +76,7 @@ def main() -> int:
         ]
         return command_line.build(found, arguments.build)
     head = f"{'':<36} {'kernel us':>10} {'TFLOP/s':>8} {'x':>5} {'all us':>9} {'error':>8}"
-    benchmark.begin("burst", f"{head} {'norm':>7}")
+    command_line.begin("burst", f"{head} {'norm':>7}")
     rows = []
     for name in arguments.shapes:
         shape = grouped.SHAPES[name]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import compiling
 import jax
 import jax.numpy as jnp
 import models
@@ -39,7 +40,7 @@ from models import Program
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.fusion.jaxprs import ClosedJaxpr
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
-from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing import timing
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 DENSE = [name for name, family in FAMILIES.items() if family.kind == "dense"]
@@ -220,7 +221,7 @@ def time_them(batch: Sequence[Left], rounds: int) -> None:
     for left in batch:
         calls.append((drawing(left.arguments), (jax.ShapeDtypeStruct((), "uint32"),)))
         calls += [(jax.jit(f), tuple(left.arguments)) for f in left.candidates.values()]
-    ready = iter(benchmark.compiled(calls))
+    ready = iter(compiling.compiled(calls))
     for left in batch:
         found = [*islice(ready, 1 + len(left.candidates))]
         functions = [x for x in found if not isinstance(x, Exception)]
@@ -304,7 +305,7 @@ def main() -> int:
         parser.error("--json writes times: add --time")
     start, least = time.monotonic(), arguments.least / 100
     if arguments.time:
-        benchmark.begin("burst", HEADER)
+        command_line.begin("burst", HEADER)
     found = [*shares_of(models.programs(arguments))]
     left = worth_timing(found, least)
     if arguments.build:

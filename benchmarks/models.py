@@ -41,7 +41,7 @@ from model_programs import FAMILIES, Model
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
-from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing import timing
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 REGIMES = ("burst", "kernels", "sustained")
@@ -273,7 +273,7 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times all programs and prints a table; returns all figures."""
-    _, facts = benchmark.begin("burst", HEADER)
+    _, facts = command_line.begin("burst", HEADER)
     rows: list[Row] = []
     failures: dict[str, str] = {}
     for program in programs(arguments):

@@ -346,7 +346,7 @@ def all_specs(shapes: Sequence[str], what: Sequence[str]) -> Iterator[GemmSpec]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times all candidates and prints a table; returns all figures."""
-    regimes, facts = benchmark.begin(arguments.regime, HEADER)
+    regimes, facts = command_line.begin(arguments.regime, HEADER)
     rows: list[Row] = []
     profiles: dict[str, list[tuple[str, float]]] = {}
     for name in arguments.shapes:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.primitives.quantize import hopper_quantize, rounded
-from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing import timing
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 E4M3 = jnp.float8_e4m3fn
@@ -89,7 +89,7 @@ def main() -> int:
         specs = [spec for f, _ in chosen.values() for spec in all_specs_of(f, x)]
         return command_line.build(specs, arguments.build)
     header = f"{'':<40} {'us':>9} {'kernels':>8} {'bytes':>6} {'rate TB/s':>10} {'of copy':>8}"
-    benchmark.begin("burst", header)
+    command_line.begin("burst", header)
     rows: list[dict[str, Any]] = []
     for m, k in SHAPES:
         sets = [

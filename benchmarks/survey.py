@@ -33,6 +33,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import compiling
 import jax
 
 from jax_hopper_gemm import cubin
@@ -244,7 +245,7 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         for problem, own in zip(batch, todo, strict=True):
             calls.append((benchmark.drawing(problem), (jax.ShapeDtypeStruct((), "uint32"),)))
             calls += [(f, benchmark.input_shapes(problem)[0]) for f in own.values()]
-        ready = iter(benchmark.compiled(calls))
+        ready = iter(compiling.compiled(calls))
         print(f"{len(calls)} programs after {time.monotonic() - start:.0f} s", flush=True)
         for problem, kernels, own in zip(batch, chosen, todo, strict=True):
             if time.monotonic() - start > arguments.seconds:
@@ -278,7 +279,7 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
 
 
 def compiled(found: Callable | Exception) -> Callable:
-    """Returns what `benchmark.compiled` made of a function; raises why it could not."""
+    """Returns what `compiling.compiled` made of a function; raises why it could not."""
     if isinstance(found, Exception):
         raise found
     return found

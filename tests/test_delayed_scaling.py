@@ -153,6 +153,9 @@ def test_layers_refuse_a_state():
     for kind in (nn.Linear, nn.GatedLinear, nn.GatedMLP, experts):
         with pytest.raises(NotImplementedError, match="a DelayedScaling is the state of one prod"):
             kind(8, 6, recipe=STATE, rngs=nnx.Rngs(0))
+    for layer in (nn.linen.Dense, nn.linen.GatedDense, nn.linen.MLP):
+        with pytest.raises(NotImplementedError, match="Dense: a DelayedScaling is the state of on"):
+            layer(8, recipe=STATE).init(jax.random.key(0), X)
 
 
 def test_states_are_those_of_flax():

@@ -330,6 +330,16 @@ def test_a_stream_that_l2_holds_from_call_to_call_is_not_evicted_first(m, n, k, 
         assert spec in table_specs(H200)
 
 
+@pytest.mark.parametrize(("n", "k", "stack", "first"), [
+    (4096, 4096, 2, "b"), (2048, 2048, 4, None), (2048, 2048, 32, "b"),
+])  # fmt: skip
+def test_a_stream_of_a_stack_is_not_evicted_first_if_l2_holds_the_stack(n, k, stack, first):
+    problem = replace(GemmProblem.dense(16, n, k), indexed="b", stack=stack)
+    for decision in (choose(problem, H200, kernel_only=True), choose_invariant(problem, H200)):
+        spec = decision.spec
+        assert spec is not None and (spec.indexed, spec.evict_first) == ("b", first)
+
+
 @pytest.mark.parametrize(
     "n, k, tile", [(4096, 14336, (32, 128)), (28672, 8192, (128, 128)), (8192, 28672, (64, 128))]
 )

@@ -46,7 +46,7 @@ MAX_DYNAMIC_COST = 1.05  # of a kernel with a dynamic scheduler, beside the best
 LINE_COLUMNS = 128  # of a mask, a byte each, that are a line
 # Of L2, what a product moves whose stream is not evicted first, so that the next call finds it. On
 # an H100 calls on the same 25 to 42 MB are then 1.0 to 1.8 times as fast, and take up to 1.07 times
-# as long after others. Less than that stays anyway, more never does.
+# as long after others, 1.19 after 128 MB of writes. Less stays anyway, more never does.
 STAYING = 0.4, 0.9
 
 
@@ -85,7 +85,7 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
     if device.comm_overlap:
         decision = _for_overlap(whole, alone, decision)
-    return _of_stack(_staying(decision, whole), problem)
+    return _staying(_of_stack(decision, problem), problem)
 
 
 def _refusals(problem: GemmProblem, device: Device) -> list[str]:
@@ -124,7 +124,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     whole = _whole(problem)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
-    return _of_stack(_staying(decision, whole), problem)
+    return _staying(_of_stack(decision, problem), problem)
 
 
 def _staying(decision: Decision, problem: GemmProblem) -> Decision:
@@ -133,7 +133,7 @@ def _staying(decision: Decision, problem: GemmProblem) -> Decision:
     spec = decision.spec
     if spec is None or not spec.evict_first or decision.source == "user table":
         return decision
-    if not least <= problem.bytes <= most:
+    if not least <= problem.bytes * problem.stack <= most:  # a loop reads the stack's others, too
         return decision
     return replace(decision, spec=replace(spec, evict_first=None))
 
@@ -319,20 +319,14 @@ def _for_overlap(problem: GemmProblem, device: Device, decision: Decision) -> De
         return decision
     dynamic = dynamic_spec(spec)
     if dynamic is None:  # for want of registers
-        best, _ = best_kernel(problem, device, _dynamic_candidates(problem))
+        # Whole lines of 128 bytes even of a mask: on an H200 tiles of 256x160 that stored a mask
+        # took 3.1 ms where those of 128 and 256 columns took 2.5; the model says 2.4 of all.
+        candidates = map(dynamic_spec, model_specs(ProblemType.of(problem)))
+        candidates = [x for x in candidates if x and x.tile_n % LINE_COLUMNS == 0]
+        best, _ = best_kernel(problem, device, candidates)
         limit = MAX_DYNAMIC_COST * estimate(problem, spec, raster_order, device).ns
         if best is None or best.cost.ns > limit:
             return decision
         dynamic, raster_order = best.spec, best_raster_order(problem, best.spec, device)
     reason = f"{decision.reason}; its tiles are scheduled dynamically, since transfers may hold SMs"
     return replace(decision, spec=dynamic, raster_order=raster_order, reason=reason)
-
-
-def _dynamic_candidates(problem: GemmProblem) -> list[GemmSpec]:
-    """Returns the dynamic kernels whose tiles have whole lines of 128 bytes even of a mask.
-
-    On an H200 one of 256x160 that stored a mask took 3.1 ms where those of 128 and 256 columns
-    took 2.5; the model says 2.4 of all.
-    """
-    dynamic = map(dynamic_spec, model_specs(ProblemType.of(problem)))
-    return [spec for spec in dynamic if spec and spec.tile_n % LINE_COLUMNS == 0]

@@ -143,7 +143,11 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     elements_b = p.graph.accumulators * rows_b * s.tile_k // DTYPES[s.b_dtype].packed
     lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
-    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * _line_fraction(s)
+    # Measured with 64 bytes a row of B's box: a line in large products, half of one in streams,
+    # whose neighbours read the other half from memory at the same time.
+    row = least(1.0, s.b_box.contiguous * s.b_itemsize / LINE_BYTES)
+    fraction = where(s.short_boxes, row, 1.0)
+    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * fraction
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
@@ -163,16 +167,6 @@ def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> f
     width = box.contiguous * itemsize
     step = divisor(layout.leading_stride * itemsize, width)
     return elements / box.contiguous * (1 + (width - step) / LINE_BYTES)
-
-
-def _line_fraction(spec: GemmSpec) -> float:
-    """Returns what a row of B's box costs of a line.
-
-    Measured with 64 bytes a row: all of it in large products, half in streams of B, whose
-    neighbours read the other half from memory at the same time.
-    """
-    row = spec.b_box.contiguous * spec.b_itemsize
-    return where(spec.short_boxes, least(1.0, row / LINE_BYTES), 1.0)
 
 
 def _gather_cycles(spec: GemmSpec) -> float:

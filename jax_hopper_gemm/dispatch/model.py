@@ -39,7 +39,7 @@ COUNTED = 2**52  # multiplications, of more of which arrays would not hold all t
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's expected time over ours from which a kernel runs: so high that of products that the fit had
-# not seen 4 in 1,000 were slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
+# not seen 3 in 1,000 were slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
 # than expected, nor is it with products that move much; it never was where reading a matrix of
 # whole lines is what takes the time.
 LEAD, LEAD_OF_FEW, LEAD_OF_LARGE, LEAD_OF_STREAMS = 1.45, 1.3, 1.25, 1.03
@@ -144,35 +144,24 @@ def _legal(
 
 
 def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
-    """Whether a kernel is considered only where all others are as unlikely to be fast."""
-    return _is_too_tall(problem, spec) | _is_a_stream(problem, spec)
+    """Whether a kernel is considered only where all others are as unlikely to be fast.
 
-
-def _is_too_tall(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
-    """Whether most rows of a tile are expected to be past the end of a group.
-
-    Reading B is then what takes time, and rows that are not there leave less of it in flight.
+    It is one for one row or column of tiles that would run several of both; or most rows of a tile
+    are expected to be past the end of a group: reading B is then what takes time, and rows that are
+    not there leave less of it in flight.
     """
-    rows = mean_rows(problem)
-    return rows is not None and spec.tile_m > max(64, 2 * rows)
-
-
-def _is_a_stream(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
-    """Whether a kernel for one row or column of tiles would run several of both."""
-    p = problem.as_stored(spec.d_major)
-    return spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n)
+    p, rows = problem.as_stored(spec.d_major), mean_rows(problem)
+    is_too_tall = rows is not None and spec.tile_m > max(64, 2 * rows)
+    return is_too_tall | (spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n))
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
-    for rule in RULES if _is_fitted(problem, device) else UNFITTED_RULES:
+    fit = fit_for(with_whole_rows(without_epilogue(problem)), device)
+    for rule in RULES if fit else UNFITTED_RULES:
         if reason := rule(problem, cost, device):
             return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
     return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
-
-
-def _is_fitted(problem: GemmProblem, device: Device) -> bool:
-    return fit_for(with_whole_rows(without_epilogue(problem)), device) is not None
 
 
 def without_epilogue(problem: GemmProblem) -> GemmProblem:

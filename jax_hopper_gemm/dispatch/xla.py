@@ -65,6 +65,7 @@ def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:
     sizes = (p.m, p.n, p.k, min(p.m, p.n), max(p.m, p.n), p.m * p.n, p.flops / p.bytes, best.tiles)
     times = (least, best.ns, best.ns / least)
     filled = [_filled(p, *tile) for tile in XLA_TILES]
+    lines = (p.a.leading_stride, p.b.leading_stride, p.m, p.n, p.k)
     return (
         *map(math.log, (*sizes, *times)),
         best.occupancy,
@@ -72,7 +73,7 @@ def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:
         float(best.splits_k),
         float(p.a.major == "k"),
         float(p.b.major == "k"),
-        *map(_alignment, (p.a.leading_stride, p.b.leading_stride, p.m, p.n, p.k)),
+        *(math.log2(math.gcd(extent, LINE)) for extent in lines),
         float(p.m == 1),
         math.ceil(p.m / 64) * 64 / p.m,
         *filled,
@@ -84,11 +85,6 @@ def _filled(problem: GemmProblem, tile_m: int, tile_n: int) -> float:
     """Returns the share of D in what waves of tiles of this size would compute on all SMs."""
     tiles = math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
     return problem.m * problem.n / (math.ceil(tiles / NUM_SMS) * NUM_SMS * tile_m * tile_n)
-
-
-def _alignment(extent: int) -> float:
-    """Returns the power of 2 that divides an extent, up to a line, as an exponent."""
-    return math.log2(math.gcd(extent, LINE))
 
 
 def is_surveyed(problem: GemmProblem, device: Device) -> bool:

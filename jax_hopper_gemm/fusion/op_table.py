@@ -44,20 +44,14 @@ def apply(
 
     Dtypes of the arguments, which are values, and of the result are as the jaxpr has them.
     """
-    if name not in _RULES or not {*dtypes, dtype} <= _dtypes_of(name):
+    # Those that are stored alone, and accumulators that are integers, are only converted.
+    held = {*HELD, *STORED, *SUMS} if name in _CONVERSIONS else set(HELD)
+    if name not in _RULES or not {*dtypes, dtype} <= held:
         raise Uncovered(name)
     value = _RULES[name](builder, arguments, dtypes, dtype, params)
     if dtype in NARROW and name not in _EXACT:
         return builder.node("convert", value, params=(dtype,))
     return value
-
-
-def _dtypes_of(name: str) -> set[str]:
-    """Returns the dtypes of arguments and results with which kernels compute an operation.
-
-    Those that are stored alone, and accumulators that are integers, are only converted.
-    """
-    return {*HELD, *STORED, *SUMS} if name in _CONVERSIONS else set(HELD)
 
 
 def as_number(builder: Builder, predicate: int) -> int:

@@ -48,7 +48,8 @@ class Array(NamedTuple):
 def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the arrays that a launch reads, in their order."""
     follows = _epilogue_operands(ctx, call, route) if route.fusion else []
-    return [*_factors(ctx, call, route), *follows, *_integers(call), *_scales(ctx, call, route)]
+    integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
+    return [*_factors(ctx, call, route), *follows, *integers, *_scales(ctx, call, route)]
 
 
 def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
@@ -181,11 +182,6 @@ def _kept(value: ir.Value) -> bool:
     attributes = ir.ArrayAttr(names["arg_attrs"])[ir.BlockArgument(value).arg_number]
     donated = ("tf.aliasing_output", "jax.buffer_donor")
     return not any(name in ir.DictAttr(attributes) for name in donated)
-
-
-def _integers(call: Call) -> list[Array]:
-    """Returns sizes of groups, indices of rows, the index of a matrix: those that there are."""
-    return [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
 
 
 def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:

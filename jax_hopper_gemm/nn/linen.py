@@ -19,7 +19,7 @@ from flax.linen import fp8_ops
 from .. import ops
 from ..moe import Exchange, Score
 from ..ops.dense import Implementation
-from ..ops.recipes import DelayedScaling, Recipe
+from ..ops.recipes import DelayedScaling, Recipe, as_recipe
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
@@ -51,6 +51,7 @@ class Dense(nn.Dense):
     ) -> jax.Array:
         """Multiplies by parameters whose initialisers `made_by` returns of Flax's."""
         refuse_dot_general(type(self).__name__, "flax.linen.Dense", vars(self))
+        as_recipe(type(self).__name__, self.recipe)
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", made_by(self.kernel_init), shape, self.param_dtype)
         bias = None

@@ -117,8 +117,9 @@ def explain(
     program, _, _ = traced_call(function, args, kwargs)
     return replace(
         _explained(function.__name__, Program(program), implementation),
-        devices=max(map(_devices_of, jax.tree.leaves((args, kwargs))), default=1),
-    )
+        devices=max(getattr(getattr(x, "sharding", None), "num_devices", None) or 1
+                    for x in (1, *jax.tree.leaves((args, kwargs)))),
+    )  # fmt: skip
 
 
 def _explained(name: str, program: Program, implementation: Implementation) -> Explanation:
@@ -153,8 +154,3 @@ def _products_of(program: Program) -> Iterator[tuple[Program, int]]:
 
 def _is_jaxs(equation: Any) -> bool:
     return equation.primitive is lax.dot_general_p or equation.primitive.name == RAGGED
-
-
-def _devices_of(x: Any) -> int:
-    """Returns over how many devices an array lies; 1 where nothing says so."""
-    return getattr(getattr(x, "sharding", None), "num_devices", None) or 1

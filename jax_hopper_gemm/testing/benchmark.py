@@ -9,7 +9,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ from .results import Row
 Maker = Callable[[GemmProblem, Sequence[tuple]], Callable | None]
 
 REGIMES = ("burst", "sustained")
-COMPILERS = 8  # threads that compile at once
 _RATE = 5e14  # FLOP/s that a pause between bursts is reckoned with
 
 
@@ -155,22 +153,6 @@ def run(
     return rows
 
 
-def begin(regime: str, header: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Prints what is timed where and a table's head; returns the regimes and the environment.
-
-    Args:
-      regime: one of `REGIMES`, or "both".
-
-    Raises:
-      RuntimeError: jax has no Hopper GPU.
-    """
-    this_device()
-    facts = environment()
-    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
-    print(header)
-    return REGIMES if regime == "both" else (regime,), facts
-
-
 def this_device() -> Device:
     """Returns jax's first GPU as dispatch sees it.
 
@@ -215,24 +197,6 @@ def drawn_inputs(problem: GemmProblem, draw: Callable) -> list[tuple[jax.Array, 
     """Returns `random_inputs` by what `drawing` returned, compiled or not."""
     seeds = range(len(input_shapes(problem)))
     return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in seeds]
-
-
-def compiled(calls: Iterable[tuple[Any, tuple]]) -> list[Callable | Exception]:
-    """Returns jitted functions compiled for shapes of arguments, or why one cannot be.
-
-    XLA times its own candidates while it compiles, which takes most of a second for a product.
-    Several are compiled at once; they take turns at the GPU, where nothing else should run.
-    """
-
-    def compile_one(call: tuple[Any, tuple]) -> Callable | Exception:
-        function, arguments = call
-        try:
-            return function.lower(*arguments).compile()
-        except Exception as error:  # such as want of memory: the other products remain
-            return error
-
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        return list(pool.map(compile_one, calls))
 
 
 def environment() -> dict[str, Any]:
