@@ -268,6 +268,33 @@ def test_a_program_that_was_differentiated_jumps_where_its_kernels_did(jump):
     np.testing.assert_array_equal(gradient > 0.5, y > least)
 
 
+@pytest.mark.usefixtures("all_fused")
+@pytest.mark.parametrize("before", [lambda y: y, lambda y: y / 8])
+@pytest.mark.parametrize("compared", [jnp.equal, jnp.not_equal, jnp.less, jnp.greater_equal])
+def test_numbers_are_compared_with_what_is_made_of_them_as_both_are_stored(compared, before):
+    a, b = (jax.random.normal(jax.random.key(i), (128, 128), jnp.bfloat16) for i in range(2))
+
+    def both(a: Any, b: Any) -> Any:
+        y = before(a @ b)
+        most = jnp.maximum(y, 0.5)
+        return most, compared(y, most).astype(y.dtype)
+
+    _, found = run_stepwise(jhg.accelerate(both), a, b)
+    _, expected = both(a, b)
+    assert 1000 < np.count_nonzero(expected) <= expected.size
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_test_for_nan_is_part_of_its_kernel():
+    def known(a: Any, b: Any) -> Any:
+        y = jnp.exp(a @ b)
+        return jnp.where(y == y, y, 0)
+
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    (program,) = jax.make_jaxpr(jhg.accelerate(known))(a, a).eqns
+    assert [e.primitive.name for e in program.params["call_jaxpr"].eqns] == ["hopper_fused"]
+
+
 def test_a_kernel_chooses_the_numbers_that_xla_chose():
     """XLA computes what is compared, small as it is, and a kernel the gradient."""
     x, w = (jax.random.normal(jax.random.key(i), (128, 128), jnp.bfloat16) for i in range(2))

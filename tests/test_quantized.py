@@ -285,6 +285,15 @@ def test_vmap_of_block_scales_is_a_batch():
     np.testing.assert_allclose(twice[1], exact(a) @ exact(b), rtol=1e-4, atol=1e-3)
 
 
+def test_results_have_the_same_dtypes_whatever_the_order_of_their_axes():
+    x, w = jnp.asarray(normal((2, 8, 64)), "bfloat16"), jhg.quantize(normal((2, 64, 16)))
+    dtypes: Any = (None, jnp.float32)
+    of = dict(epilogue=lambda y: (y, y), preferred_element_type=dtypes)
+    results = (jhg.einsum(f"bmk,bkn->{order}", x, w, **of) for order in ("mbn", "bmn"))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs.swapaxes(0, 1), strict=True)
+
+
 # Products: kernels.
 
 

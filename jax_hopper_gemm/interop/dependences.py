@@ -15,6 +15,9 @@ from ..fusion.residuals import variables
 from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone
 from .program import Program, converts_sums
 
+_EXACT = ("eq", "ne")
+_CHOOSING = ("max", "min", "clamp", "select_n", "convert_element_type")
+
 
 class Dependences:
     """The dependences of a program's variables on its products.
@@ -59,7 +62,7 @@ class Dependences:
             kind = "elementwise"
         if kind == "product" and number in self.alone:
             kind = "other"
-        if equation.primitive.name == "eq" and self._compares_made(inputs):
+        if self._compares_made(number):
             kind = "other"
             self._choices.add(number)
         depends = joined(self.of, inputs)
@@ -155,24 +158,31 @@ class Dependences:
         pairs = permutations(compared, 2)
         return any(self._crosses(x, self._elementwise_ancestors(other)) for x, other in pairs)
 
-    def _compares_made(self, compared: Iterable[Any]) -> bool:
-        """Whether one side is made of the other one, elementwise, whatever computes it.
+    def _compares_made(self, number: int) -> bool:
+        """Whether an equation compares numbers with what is made of them, whatever computes it.
 
         As max(x, y), which derivatives of JAX before 0.12 compare with x and y. XLA compares what
         is stored: computed anew, with other roundings between, what was equal is not.
         """
-        for x, source in permutations(compared, 2):
+        name = self.program.equations[number].primitive.name
+        if name not in COMPARISONS:
+            return False
+        for x, source in permutations(set(self.program.inputs[number]), 2):
             pending, seen = [x], set[Any]()
             while pending:
                 x = pending.pop()
-                number = self.program.makers.get(x)
-                if number is None or x in seen or self.program.kinds[number] != "elementwise":
-                    continue
+                maker = self.program.makers.get(x)
+                if maker is not None and x not in seen and self._makes_equal(maker, name):
+                    pending += self.program.inputs[maker]
                 seen.add(x)
-                pending += self.program.inputs[number]
             if source in seen:
                 return True
         return False
+
+    def _makes_equal(self, number: int, comparison: str) -> bool:
+        """Whether equal numbers matter to a comparison of an equation's result with its inputs."""
+        chooses = self.program.equations[number].primitive.name in _CHOOSING
+        return self.program.kinds[number] == "elementwise" and (chooses or comparison in _EXACT)
 
     def _elementwise_ancestors(self, variable: Any) -> set[Any]:
         """Returns the variables that one is made of elementwise, back to products, and itself."""

@@ -285,14 +285,15 @@ def _einsum_of_quantized(
     order = tuple(map(product.permutation.index, range(len(product.out))))
     lhs, rhs = operands[::-1] if product.swap_ab else operands
     in_order = product.permutation == tuple(range(len(product.out)))
-    dtype = dot.keywords["preferred_element_type"]
+    dtype, named = dot.keywords["preferred_element_type"], ()
+    if isinstance(dtype, tuple | list):
+        dtype, named = None, tuple(dtype)
     if dtype is None:
         arrays = (x for x in operands if not is_quantized(x))
         dtype = next(map(jnp.result_type, arrays), jnp.dtype(jnp.float32))
-    one = None if isinstance(dtype, tuple | list) else dtype
     follow = epilogue
     if not (in_order or epilogue is None):
-        follow = _Permuted(product.permutation, epilogue, one)
+        follow = _Permuted(product.permutation, epilogue, dtype, named)
     result = dot(
         lhs, rhs, product.dimension_numbers, epilogue=follow,
         out_sharding=permuted_sharding(out_sharding, order),
@@ -304,21 +305,25 @@ def _einsum_of_quantized(
 class _Permuted:
     """A function of an array with its axes in another order. Equal ones are one key of a cache.
 
-    Results of that array's type are converted to `dtype`, unless that is None.
+    Results of that array's type are converted to `dtype`, but those that have a dtype in `named`.
     """
 
     permutation: tuple[int, ...]
     function: Callable[..., Any]
     dtype: Any
+    named: tuple[Any, ...]
 
     def __call__(self, y: jax.Array, *operands: Any) -> Any:
         y = lax.transpose(y, self.permutation)
 
-        def as_result(x: Any) -> Any:
+        def as_result(x: Any, named: Any = None) -> Any:
             alike = isinstance(x, jax.Array) and (x.shape, x.dtype) == (y.shape, y.dtype)
-            return x.astype(self.dtype) if alike and self.dtype is not None else x
+            return x.astype(self.dtype) if alike and named is None else x
 
-        return jax.tree.map(as_result, self.function(y, *operands))
+        results = self.function(y, *operands)
+        if not isinstance(results, tuple):
+            return as_result(results, *self.named[:1])
+        return tuple(map(as_result, results, (*self.named, *[None] * len(results))))
 
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:
