@@ -58,9 +58,8 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.tma_box import SWIZZLE_BYTES
-from jax_hopper_gemm.testing import benchmark, shapes, timing
+from jax_hopper_gemm.testing import benchmark, shapes
 
-RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
 OPEN = 1.02  # XLA's expected time over ours, from which more is to be learnt of a product
 LEADERS = 2  # kernels of least expected cost, before one of each kind
 UNTRIED_COUNT = 2
@@ -217,8 +216,7 @@ def timed(
     rounds: int,
 ) -> dict[str, float]:
     """Returns microseconds of each function."""
-    bursts = {name: timing.burst(f, inputs) for name, f in functions.items()}
-    found = timing.alternate(bursts, rounds, lambda: time.sleep(min(0.1, problem.flops / RATE)))
+    found = benchmark.timed(functions, inputs, "burst", rounds, problem.flops)
     return {name: times.median for name, times in found.items()}
 
 

@@ -145,7 +145,7 @@ def run(
         for function in functions.values():
             jax.block_until_ready(function(*input_sets[0]))  # compiles
         for regime in regimes:
-            timings = _time(functions, input_sets, regime, rounds, problem.flops)
+            timings = timed(functions, input_sets, regime, rounds, problem.flops)
             if same and "auto" in makers and "hopper" in timings:
                 timings["auto"] = timings["hopper"]
             rows.append(Row(problem, regime, kernel, auto, timings))
@@ -211,13 +211,18 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _time(
+def timed(
     functions: Mapping[str, Callable],
     input_sets: Sequence[tuple],
     regime: str,
     rounds: int,
     flops: int,
 ) -> dict[str, timing.Timing]:
+    """Returns times of jitted functions, in turns, of calls of so many floating-point operations.
+
+    Args:
+      rounds: turns of each; 2 at most in the sustained regime.
+    """
     if regime == "sustained":
         loops = {name: timing.sustained(f, input_sets) for name, f in functions.items()}
         return timing.alternate(loops, min(rounds, 2))
