@@ -122,7 +122,7 @@ def stores(problem: GemmProblem) -> bool:
 
 
 def few_rows(problem: GemmProblem) -> bool:
-    """Whether reading the larger operand is what takes the time, if anything does."""
+    """Whether D has up to `FEW` rows or columns, so that reading one operand takes the time."""
     return min(problem.m, problem.n) <= FEW
 
 
@@ -209,23 +209,6 @@ def functions(problem: GemmProblem, chosen: Sequence[Candidate], num_sms: int) -
     return {"xla": product, **kernels}
 
 
-def timed(
-    problem: GemmProblem,
-    functions: dict[str, Callable],
-    inputs: list[tuple[jax.Array, jax.Array]],
-    rounds: int,
-) -> dict[str, float]:
-    """Returns microseconds of each function."""
-    found = benchmark.timed(functions, inputs, "burst", rounds, problem.flops)
-    return {name: times.median for name, times in found.items()}
-
-
-def survey(problem: GemmProblem, chosen: Sequence[Candidate], rounds: int) -> dict[str, float]:
-    """Returns `timed` of one product."""
-    todo = functions(problem, chosen, benchmark.this_device().num_sms)
-    return timed(problem, todo, benchmark.random_inputs(problem), rounds)
-
-
 def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
     device, start = benchmark.this_device(), time.monotonic()
     known = arguments.table and table.read_or_start(arguments.table, device, "--table")
@@ -253,7 +236,8 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
             try:
                 inputs = benchmark.drawn_inputs(problem, compiled(draw))
                 own = dict(zip(own, map(compiled, run), strict=True))
-                times = timed(problem, own, inputs, arguments.rounds)
+                found = benchmark.timed(own, inputs, "burst", arguments.rounds, problem.flops)
+                times = {name: timing.median for name, timing in found.items()}
             except Exception as error:
                 print(f"{what}: {error}", flush=True)
                 continue

@@ -59,3 +59,18 @@ def test_import_needs_no_library():
     )
     out = run_fresh(source, JAX_HOPPER_GEMM_LIBRARY="/nowhere/libjax_hopper_gemm.so")
     assert out.startswith("512\n") and "/nowhere/libjax_hopper_gemm.so" in out
+
+
+@pytest.mark.slow
+def test_a_missing_flax_is_named_with_the_command_that_installs_it():
+    source = (
+        "import sys\n"
+        "sys.modules['flax'] = None  # as if it were not installed\n"
+        "import jax_hopper_gemm\n"
+        "try:\n    import jax_hopper_gemm.nn\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    assert run_fresh(source) == (
+        "jax_hopper_gemm.nn needs Flax, which is not installed: "
+        'python -m pip install "jax-hopper-gemm[flax]"\n'
+    )

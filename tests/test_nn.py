@@ -384,18 +384,3 @@ def test_options_of_the_product_reach_it(kind: Any, option: str):
     call(**{option: good[option]})
     with pytest.raises((ValueError, TypeError), match=f"{option} is 'nonsense', expected"):
         call(**{option: "nonsense"})
-
-
-@pytest.mark.slow
-def test_a_missing_flax_is_named_with_the_command_that_installs_it():
-    source = (
-        "import sys\n"
-        "sys.modules['flax'] = None  # as if it were not installed\n"
-        "import jax_hopper_gemm\n"
-        "try:\n    import jax_hopper_gemm.nn\n"
-        "except ModuleNotFoundError as error:\n    print(error)\n"
-    )
-    assert run_fresh(source) == (
-        "jax_hopper_gemm.nn needs Flax, which is not installed: "
-        'python -m pip install "jax-hopper-gemm[flax]"\n'
-    )

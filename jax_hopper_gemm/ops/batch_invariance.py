@@ -66,7 +66,7 @@ def takes_batch_invariant(function: Callable[P, R]) -> Callable[P, R]:
         if asked is None:
             return function(*args, **kwargs)
         _check(asked, f"{function.__name__}: ")
-        with batch_invariant(asked):  # pyright: ignore[reportArgumentType]
+        with _asked(asked):  # pyright: ignore[reportArgumentType]
             return function(*args, **kwargs)
 
     return run
