@@ -88,6 +88,11 @@ CASES = [
     (lambda: jhg.einsum("lmk,kn,k->mn", A, B), ValueError,
      "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, 2 operands came; "
      "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]"),
+    (lambda: jhg.einsum("mk,kn->mn", jhg.quantize(A[0]), B), ValueError,
+     "einsum: subscripts 'mk' name 2 axes of an operand that is f8_e4m3fn[64]"),
+    (lambda: jhg.einsum("mk,kn->mn", jhg.quantize(A), B.astype(float)), TypeError,
+     "einsum: rhs is f32[64,32] beside a quantized array: quantize it, too, or convert it to "
+     "bfloat16 or float16"),
     (lambda: EINSUM(A, B), TypeError,
      "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'"),
     (lambda: jhg.matmul(A, B, implementation="hopper"), NotImplementedError,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import layers
+from ..ops.checks import layers, names_itself
 from ..ops.dense import Implementation
 from ..ops.recipes import Recipe
 from ..primitives.auto_axes import kept_sharding
@@ -30,6 +30,7 @@ from .router import (
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
+@names_itself
 def mixture_of_experts(
     x: ArrayLike,
     router_kernel: ArrayLike,
@@ -117,6 +118,7 @@ def mixture_of_experts(
     return by_xla(layer, shardings, x, kernel, rights, down, scale, selection_bias)
 
 
+@names_itself
 def grouped_mlp(
     x: ArrayLike,
     gate_up: ArrayLike | tuple[ArrayLike, ArrayLike],

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import as_arrays, layers
+from ..ops.checks import as_arrays, layers, names_itself
 from ..ops.dense import Implementation
 from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
 from ..primitives.define import promoted
@@ -147,6 +147,7 @@ def route(
     return by_xla(routed, _shardings(logits), logits, experts, scale, *bias)
 
 
+@names_itself
 def route_tokens(
     x: ArrayLike,
     kernel: ArrayLike,

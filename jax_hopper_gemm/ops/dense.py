@@ -212,6 +212,7 @@ def dot_general(
 
 
 @takes_batch_invariant
+@checks.names_itself
 def einsum(
     subscripts: str,
     /,

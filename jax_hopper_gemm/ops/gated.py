@@ -30,6 +30,7 @@ from .weights import is_weights, widened
 
 
 @takes_batch_invariant
+@checks.names_itself
 def gated_linear_unit(
     x: ArrayLike | Quantized,
     weights: ArrayLike | Quantized | tuple[ArrayLike | Quantized, ArrayLike | Quantized],

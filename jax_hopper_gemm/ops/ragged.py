@@ -144,6 +144,7 @@ def ragged_dot(
 
 
 @takes_batch_invariant
+@checks.names_itself
 def ragged_dot_general(
     lhs: ArrayLike | Quantized,
     rhs: ArrayLike | Quantized,

@@ -26,3 +26,4 @@ from .steps import check_steps as check_steps
 from .steps import results as results
 from .wording import ShapeError as ShapeError
 from .wording import describe as describe
+from .wording import names_itself as names_itself

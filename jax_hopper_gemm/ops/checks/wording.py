@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,15 @@ import numpy as np
 from ...gemm.dtypes import short_name
 from ...lowering.request import array_text
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PARTS = ("matmul", "dot_general", "ragged_dot", "gated_linear_unit", "route_tokens", "grouped_mlp")
+
 
 def describe(x: Any) -> str:
-    """Returns an array as JAX prints it: "bf16[128,4096]"."""
-    return array_text(np.shape(x), jax.dtypes.result_type(x).name)
+    """Returns an array as JAX prints it: "bf16[128,4096]"; a quantized one by its values' dtype."""
+    return array_text(np.shape(x), jax.dtypes.result_type(getattr(x, "values", x)).name)
 
 
 def each_text(arrays: Sequence[Any]) -> str:
@@ -61,3 +67,19 @@ def fail(
         error = TypeError if mistyped else ShapeError if misshapen else ValueError
         raise error(f"{op}: {'; '.join([*mistyped, *misshapen, *problems])}")
     return None
+
+
+def names_itself(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets errors of the products that a function is made of name the function in their place."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            part, _, problem = str(error).partition(": ")
+            if part in PARTS:
+                error.args = (f"{function.__name__}: {problem}",)
+            raise
+
+    return run
