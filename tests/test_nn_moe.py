@@ -317,6 +317,8 @@ def on(mesh_shape, names, **options):
         (lambda: on((4,), ("x",), expert_axis="e"), r"axes \('x',\), but not 'e'"),
         (lambda: on((2, 2), ("x", "e"), expert_axis="e", token_axes=("x",)), "expected 'e' among"),
         (lambda: on((3,), ("e",), expert_axis="e"), "that 3 devices .* divide evenly: pad"),
+        (lambda: on((4,), ("e",)), "mesh came without expert_axis, the mesh axis that shards"),
+        (lambda: on((4,), ("e",), token_axes=("e",)), "mesh and token_axes came without expert_"),
         (lambda: nn.from_maxtext({"wi_0": 1, "wo": 1}), "from_maxtext: gate, wi_1 missing"),
         (lambda: nn.from_huggingface({}, prefix="a."), "from_huggingface: a.gate.weight missing"),
         (

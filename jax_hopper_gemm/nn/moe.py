@@ -143,8 +143,9 @@ class MoE(nnx.Module):
           `load_balancing_loss` and `router_z_loss` of that package.
 
         Raises:
-          ValueError: a shape does not fit; or with `expert_axis` there is no mesh, it lacks one of
-            the axes, or its devices do not divide the first axis of the input.
+          ValueError: a shape does not fit; with `expert_axis` there is no mesh, it lacks one of
+            the axes, or its devices do not divide the first axis of the input; or `mesh` or
+            `token_axes` came without it.
         """
         gate_up = (self.gate_up[...],) if self.stacked else (self.gate[...], self.up[...])
         bias = None if self.selection_bias is None else self.selection_bias[...]
@@ -195,6 +196,12 @@ def run(
             x, router, weights, down, selection_bias=bias, expert_axis=axis, **options
         )
 
+    axes = [name for name, x in (("mesh", mesh), ("token_axes", token_axes)) if x is not None]
+    if expert_axis is None and axes:
+        raise ValueError(
+            f"MoE: {' and '.join(axes)} came without expert_axis, the mesh axis that shards the "
+            "experts: name it, or leave out what came"
+        )
     around = jax.sharding.get_abstract_mesh().manual_axes
     if expert_axis is None or expert_axis in around:
         return call(x, router, weights, down, selection_bias, expert_axis)
