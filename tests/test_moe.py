@@ -180,6 +180,17 @@ def test_experts_over_devices_are_the_layer_of_one(how, monkeypatch):
     assert_close(both(spread), both(layer(k)))
 
 
+@pytest.mark.parametrize("how", ["gather", "all_to_all"])
+def test_no_tokens_are_exchanged(how):
+    args = weights_of(0, 6, 16, 4)
+    spread = over_devices(2, how)
+    y, statistics = jax.jit(spread)(*args)
+    assert y.shape == (0, 6)
+    assert_close(statistics, layer(2)(*args)[1])
+    gradient = jax.jit(jax.grad(lambda a: spread(*a)[0].sum()))(args)
+    jax.tree.map(np.testing.assert_array_equal, gradient, list(map(jnp.zeros_like, args)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["gather", "all_to_all"])
 def test_all_tokens_of_all_devices_fit_one_expert(how):
