@@ -93,6 +93,13 @@ CASES = [
     (lambda: jhg.einsum("mk,kn->mn", jhg.quantize(A), B.astype(float)), TypeError,
      "einsum: rhs is f32[64,32] beside a quantized array: quantize it, too, or convert it to "
      "bfloat16 or float16"),
+    (lambda: EINSUM("mk,kn->mn", A, B, recipe=8), TypeError,
+     "einsum: recipe is 8, expected one of jax_hopper_gemm.recipes, such as "
+     "recipes.BlockScaling()"),
+    (lambda: jhg.einsum("mk,kn->", A, B, recipe=jhg.recipes.BlockScaling()), NotImplementedError,
+     "einsum: subscripts 'mk,kn->' of quantized arrays, or by a recipe, are not those of one "
+     "product without an ellipsis, such as 'bmk,kn->bmn': write them so, dequantize the arrays, or "
+     "leave the recipe out"),
     (lambda: EINSUM(A, B), TypeError,
      "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'"),
     (lambda: jhg.matmul(A, B, implementation="hopper"), NotImplementedError,

@@ -87,6 +87,19 @@ def test_axes_of_dot_general_may_be_any(recipe):
     near(dw.transpose(1, 3, 0, 2).reshape(3, 320, 24), np.asarray(dw2, np.float64))
 
 
+@pytest.mark.parametrize("epilogue", [None, lambda y: 3 * y])
+@pytest.mark.parametrize("recipe", [BLOCKS, INT8], ids=str)
+def test_the_second_operand_of_an_einsum_is_the_weights_in_any_order(recipe, epilogue):
+    x, w, dy = normal((M, K), 0), normal((K, N), 1), normal((M, N), 2)
+    by = {"epilogue": epilogue, "recipe": recipe}
+    y, pull = jax.vjp(partial(jhg.matmul, **by), x, w)
+    for order, turned in (("mn", dy), ("nm", dy.T)):
+        got, own_pull = jax.vjp(partial(jhg.einsum, f"mk,kn->{order}", **by), x, w)
+        near(got if order == "mn" else got.T, np.asarray(y, np.float64))
+        for mine, exact in zip(own_pull(turned), pull(dy), strict=True):
+            near(mine, np.asarray(exact, np.float64))
+
+
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
 def test_the_dtype_of_two_dtypes_is_that_of_jax(recipe):
     x, w, numbers = jnp.ones((8, 16), jnp.float16), jnp.ones((16, 16), jnp.bfloat16), ((1,), (0,))

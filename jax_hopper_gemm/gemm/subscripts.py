@@ -21,6 +21,11 @@ class DotGeneral:
     out: str  # letters of the result before the transpose
     permutation: tuple[int, ...]  # of the transpose
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The permutation that takes the transpose back."""
+        return tuple(map(self.permutation.index, range(len(self.out))))
+
 
 @dataclass(frozen=True, repr=False)
 class Subscripts:

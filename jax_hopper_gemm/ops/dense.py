@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.product import Implementation, Options
-from ..gemm.subscripts import Subscripts
+from ..gemm.subscripts import DotGeneral, Subscripts
 from ..lowering.devices import permuted_sharding
 from . import checks
 from .activations import Activation, activation_function
@@ -225,6 +225,7 @@ def einsum(
     preferred_element_type: DTypeLike | Sequence[DTypeLike | None] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -242,6 +243,7 @@ def einsum(
         result that `subscripts` name.
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
+      recipe: as in `matmul`, of two operands, the second of which is the weights.
       batch_invariant: as in `matmul`.
 
     Raises:
@@ -255,7 +257,7 @@ def einsum(
         dot = partial(
             dot_general, precision=precision, preferred_element_type=preferred_element_type,
             epilogue_operands=epilogue_operands, save_preactivation=save_preactivation,
-            cotangent_dtype=cotangent_dtype, implementation=implementation,
+            cotangent_dtype=cotangent_dtype, recipe=recipe, implementation=implementation,
         )  # fmt: skip
         product = checks.one_product(subscripts)
         return _einsum_of_quantized(product, operands, epilogue, out_sharding, dot)
@@ -269,9 +271,23 @@ def einsum(
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
+        recipe=as_recipe("einsum", recipe, arrays, cotangent_dtype),
     )  # fmt: skip
+    product = JaxProduct(_einsum, named)
+    if recipe is not None:
+        form = checks.one_product(subscripts).dot_general(may_swap=False)
+        product = JaxProduct(_in_order, (("form", form), named[-1]))
     following = checks.check_steps("einsum", epilogue, epilogue_operands, steps.plain, options)
-    return run(JaxProduct(_einsum, named), tuple(arrays), steps, following, options)
+    return run(product, tuple(arrays), steps, following, options)
+
+
+def _in_order(
+    lhs: jax.Array, rhs: jax.Array, *, form: DotGeneral, out_sharding: Any, **options: Any
+) -> jax.Array:
+    """Returns an einsum whose product has the operands in the user's order."""
+    out_sharding = permuted_sharding(out_sharding, form.order)
+    y = lax.dot_general(lhs, rhs, form.dimension_numbers, out_sharding=out_sharding, **options)
+    return lax.transpose(y, form.permutation)
 
 
 def _einsum_of_quantized(
@@ -283,7 +299,6 @@ def _einsum_of_quantized(
 ) -> Any:
     """Returns what `dot` does, a `dot_general` that takes quantized arrays, and a transpose."""
     product = subscripts.dot_general()
-    order = tuple(map(product.permutation.index, range(len(product.out))))
     lhs, rhs = operands[::-1] if product.swap_ab else operands
     in_order = product.permutation == tuple(range(len(product.out)))
     dtype, named = dot.keywords["preferred_element_type"], ()
@@ -297,7 +312,7 @@ def _einsum_of_quantized(
         follow = _Permuted(product.permutation, epilogue, dtype, named)
     result = dot(
         lhs, rhs, product.dimension_numbers, epilogue=follow,
-        out_sharding=permuted_sharding(out_sharding, order),
+        out_sharding=permuted_sharding(out_sharding, product.order),
     )  # fmt: skip
     return result if in_order or follow else lax.transpose(result, product.permutation)
 

@@ -182,7 +182,7 @@ def _axes_problems(name: str, x: Any, axes: tuple[int, ...]) -> list[str]:
 
 
 def one_product(text: str) -> Subscripts:
-    """Returns the subscripts of an einsum of two quantized arrays, checked by `check_einsum`.
+    """Returns the subscripts of an einsum that is one product, checked by `check_einsum`.
 
     Raises:
       NotImplementedError: it is not one product.
@@ -196,8 +196,9 @@ def one_product(text: str) -> Subscripts:
     alone = "".join(x for x in inputs if inputs.count(x) == 1 and x != ",")
     if len(terms) != 2 or "." in text or not once or set(alone) - set(out):
         raise NotImplementedError(
-            f"einsum: subscripts {text!r} of quantized arrays are not those of one product without "
-            "an ellipsis, such as 'bmk,kn->bmn': write them so, or dequantize the arrays"
+            f"einsum: subscripts {text!r} of quantized arrays, or by a recipe, are not those of "
+            "one product without an ellipsis, such as 'bmk,kn->bmn': write them so, dequantize "
+            "the arrays, or leave the recipe out"
         )
     return Subscripts(terms[0], terms[1], out)
 
