@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.moe_reference import assert_close, dense, looped, weights_of
 
-from jax_hopper_gemm import moe
+from jax_hopper_gemm import moe, quantize
 from jax_hopper_gemm.moe import expert_parallel
 
 
@@ -101,6 +101,26 @@ def test_a_pair_of_weights_is_as_good_as_the_stack():
     np.testing.assert_array_equal(run(x, router, pair, down)[0], run(x, router, gate_up, down)[0])
     program = str(jax.make_jaxpr(lambda *a: layer(2)(*a)[0])(x, router, pair, down))
     assert "concatenate" not in program and not re.search(r"\[8,6,(2,10|20)\]", program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [True, False])
+@pytest.mark.parametrize("dtype, block", [("int8", None), ("int4", 32)])
+def test_experts_may_be_quantized(dtype, block, pair):
+    x, router, gate_up, down = weights_of(9, 64, 8, 64)
+    x, router = x.astype(jnp.bfloat16), router.astype(jnp.bfloat16)
+    down = quantize(down, dtype, (1, block, 1))
+    if pair:
+        gate_up = tuple(quantize(gate_up[:, :, i], dtype, (1, block, 1)) for i in (0, 1))
+        wide = jnp.stack([part.dequantize() for part in gate_up], 2)
+    else:
+        gate_up = quantize(gate_up, dtype, (1, block, 1, 1))
+        wide = gate_up.dequantize()
+    y, _ = jax.jit(layer(2))(x, router, gate_up, down)
+    assert y.dtype == jnp.bfloat16
+    expected = looped(x, router, wide, down.dequantize(), 2)
+    error = np.abs(np.asarray(y, np.float64) - expected).max()
+    assert error < 2**-6 * np.abs(expected).max()  # hidden values and results are rounded
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import layers, names_itself
 from ..ops.dense import Implementation
+from ..ops.quantized import Quantized, as_quantized, is_quantized
 from ..ops.recipes import Recipe
 from ..primitives.auto_axes import kept_sharding
 from .expert_parallel import EXCHANGES, Exchange
@@ -28,14 +29,15 @@ from .router import (
 )
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
+Weights = ArrayLike | Quantized
 
 
 @names_itself
 def mixture_of_experts(
     x: ArrayLike,
     router_kernel: ArrayLike,
-    gate_up: ArrayLike | tuple[ArrayLike, ArrayLike],
-    down: ArrayLike,
+    gate_up: Weights | tuple[Weights, Weights],
+    down: Weights,
     *,
     experts_per_token: int,
     activation: Activation = "silu",
@@ -83,8 +85,8 @@ def mixture_of_experts(
     """
     op = "mixture_of_experts"
     given = {"selection_bias": selection_bias}
-    x, kernel, down, selection_bias = as_jax(op, given, x=x, router_kernel=router_kernel, down=down)
-    rights = _right_operands(op, gate_up)
+    x, kernel, selection_bias = as_jax(op, given, x=x, router_kernel=router_kernel)
+    rights, down = _weights(op, gate_up, down)
     devices = 1
     if expert_axis is not None:
         devices = layers.count_devices(op, "expert_axis", expert_axis)
@@ -121,8 +123,8 @@ def mixture_of_experts(
 @names_itself
 def grouped_mlp(
     x: ArrayLike,
-    gate_up: ArrayLike | tuple[ArrayLike, ArrayLike],
-    down: ArrayLike,
+    gate_up: Weights | tuple[Weights, Weights],
+    down: Weights,
     group_sizes: ArrayLike,
     *,
     row_weights: ArrayLike | None = None,
@@ -142,7 +144,7 @@ def grouped_mlp(
       x: (R, D), rows sorted by expert.
       gate_up: (E, D, 2, F), gate `gate_up[:, :, 0]` and up `gate_up[:, :, 1]`; or a pair (gate, up)
         of arrays (E, D, F). Neither form is copied.
-      down: (E, F, D).
+      down: (E, F, D). It, and gate and up, may be `Quantized` beside `x` of 16 bits.
       group_sizes: (E,) int32, the number of rows of each expert.
       row_weights: (R,), or None for ones.
       activation: of the gate: a name as in `jax_hopper_gemm.matmul`, a function, or None.
@@ -160,8 +162,8 @@ def grouped_mlp(
     """
     op = "grouped_mlp"
     given = {"row_weights": row_weights}
-    x, down, sizes, scale = as_jax(op, given, x=x, down=down, group_sizes=group_sizes)
-    rights = _right_operands(op, gate_up)
+    x, sizes, scale = as_jax(op, given, x=x, group_sizes=group_sizes)
+    rights, down = _weights(op, gate_up, down)
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
 
     def mlp(x: Any, rights: Any, down: Any, sizes: Any, scale: Any) -> jax.Array:
@@ -177,8 +179,12 @@ def grouped_mlp(
     return by_xla(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
 
 
-def _right_operands(op: str, gate_up: Any) -> tuple[jax.Array, ...]:
-    """Returns gate and up, or the array that holds both, checked."""
-    if not isinstance(gate_up, tuple | list):
-        return tuple(as_jax(op, gate_up=gate_up))
-    return tuple(as_jax(op, **{f"gate_up[{i}]": x for i, x in enumerate(gate_up)}))
+def _weights(op: str, gate_up: Any, down: Any) -> tuple[tuple[Any, ...], Any]:
+    """Returns gate and up, or what holds both, in a tuple, and down; all checked."""
+    named = {"gate_up": gate_up}
+    if isinstance(gate_up, tuple | list):
+        named = {f"gate_up[{i}]": x for i, x in enumerate(gate_up)}
+    named = {name: as_quantized(op, name, x) for name, x in (named | {"down": down}).items()}
+    arrays = as_jax(op, **{name: x for name, x in named.items() if not is_quantized(x)})
+    *rights, down = (x if is_quantized(x) else arrays.pop(0) for x in named.values())
+    return tuple(rights), down
