@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,13 +72,8 @@ def all_gather_matmul(
     layers.check_all_gather_matmul(
         x, w, axis_name, biases[0] if biases else None, activation, implementation
     )
-    y = gathered_dot(
-        *_varying(x, w, axis_name),
-        axis_name=tuple(axis_name) if isinstance(axis_name, list) else axis_name,
-        **_options(
-            "all_gather_matmul", precision, preferred_element_type, cotangent_dtype, implementation
-        ),
-    )
+    options = precision, preferred_element_type, cotangent_dtype, implementation
+    y = _ring(gathered_dot, "all_gather_matmul", x, w, axis_name, *options)
     steps = Steps("all_gather_matmul", named_in(optional), activation_function(activation))
     if steps.plain:
         return y
@@ -122,33 +118,22 @@ def matmul_reduce_scatter(
     refuse_batch_invariance("matmul_reduce_scatter")
     x, w = map(jnp.asarray, as_arrays("matmul_reduce_scatter", x=x, w=w))
     layers.check_matmul_reduce_scatter(x, w, axis_name, implementation)
-    return scattered_dot(
-        *_varying(x, w, axis_name),
-        axis_name=tuple(axis_name) if isinstance(axis_name, list) else axis_name,
-        **_options(
-            "matmul_reduce_scatter",
-            precision,
-            preferred_element_type,
-            cotangent_dtype,
-            implementation,
-        ),
-    )
+    options = precision, preferred_element_type, cotangent_dtype, implementation
+    return _ring(scattered_dot, "matmul_reduce_scatter", x, w, axis_name, *options)
 
 
-def _options(
-    op: str, precision: Any, preferred: Any, cotangent_dtype: Any, implementation: Implementation
-) -> dict[str, Any]:
-    return {
-        "precision": tuple(precision) if isinstance(precision, list) else precision,
-        "preferred_element_type": as_result_dtype(op, preferred, several=False),
-        "cotangent_dtype": as_cotangent_dtype(op, cotangent_dtype),
-        "implementation": implementation,
-        "max_sms": current_max_sms(),
-    }
-
-
-def _varying(x: jax.Array, w: jax.Array, axis_name: Any) -> list[jax.Array]:
-    """Returns the operands, varying over the same mesh axes, `axis_name` among them."""
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+def _ring(
+    dot: Callable[..., jax.Array], op: str, x: Any, w: Any, axis_name: Any, precision: Any,
+    preferred: Any, cotangent_dtype: Any, implementation: Implementation,
+) -> jax.Array:  # fmt: skip
+    """Returns a product of operands that vary over the same mesh axes, `axis_name` among them."""
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     missing = tuple(set(names) - jax.typeof(x).manual_axis_type.varying)
-    return varying_together(lax.pcast(x, missing, to="varying") if missing else x, w)
+    return dot(
+        *varying_together(lax.pcast(x, missing, to="varying") if missing else x, w),
+        axis_name=names if isinstance(axis_name, list) else axis_name,
+        precision=tuple(precision) if isinstance(precision, list) else precision,
+        preferred_element_type=as_result_dtype(op, preferred, several=False),
+        cotangent_dtype=as_cotangent_dtype(op, cotangent_dtype),
+        implementation=implementation, max_sms=current_max_sms(),
+    )  # fmt: skip
