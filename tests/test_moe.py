@@ -164,6 +164,19 @@ def over_devices(k, how, **options):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gather", "all_to_all"])
+def test_experts_may_be_over_several_axes(how):
+    args = weights_of(8 * 2, 6, 16, 4)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    both = P(("b", "a"))  # not the mesh's order
+    spread = jax.shard_map(
+        layer(3, expert_axis=["b", "a"], exchange=how), mesh=mesh,
+        in_specs=(both, P(), both, both), out_specs=(both, P()),
+    )  # fmt: skip
+    assert_close(jax.jit(spread)(*args), jax.jit(layer(3))(*args))
+
+
 def exchanged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`lax.ragged_all_to_all` as its documentation says, which XLA does not run on CPUs."""
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)

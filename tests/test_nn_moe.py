@@ -119,6 +119,16 @@ def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
     assert_close(pair, expected.gate_up[...])
 
 
+def test_one_token_axis_need_not_be_in_a_tuple():
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    here, x = filled()
+    axes = {"expert_axis": "expert", "token_axes": "expert", "mesh": mesh}
+    assert_close(run(filled(**axes)[0], x), run(here, x))
+    params = {name: getattr(here, name)[...] for name in ("router", "gate_up", "down")}
+    twin = ours_linen.MoE(10, **SIZES, **axes)
+    assert_close(jax.jit(twin.apply)({"params": params}, x), run(here, x))
+
+
 @pytest.mark.slow
 def test_explicit_axes_shard_tokens_and_experts():
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
@@ -317,6 +327,7 @@ def on(mesh_shape, names, **options):
         (lambda: on((4,), ("x",), expert_axis="e"), r"axes \('x',\), but not 'e'"),
         (lambda: on((2, 2), ("x", "e"), expert_axis="e", token_axes=("x",)), "expected 'e' among"),
         (lambda: on((3,), ("e",), expert_axis="e"), "that 3 devices .* divide evenly: pad"),
+        (lambda: on((4,), ("e",), expert_axis="e", num_experts=6), "is 6, .* of the 4 devices on"),
         (lambda: on((4,), ("e",)), "mesh came without expert_axis, the mesh axis that shards"),
         (lambda: on((4,), ("e",), token_axes=("e",)), "mesh and token_axes came without expert_"),
         (lambda: nn.from_maxtext({"wi_0": 1, "wo": 1}), "from_maxtext: gate, wi_1 missing"),

@@ -8,7 +8,7 @@ the experts' GEMMs skip the absent rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,14 @@ Exchange = Literal["gather", "all_to_all", "ragged_all_to_all"]
 Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, group sizes, row weights
 
 
-def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int) -> jax.Array:
+def gather(x: jax.Array, routing: Routing, experts: Experts, axis: Any, held: int) -> jax.Array:
     """Gathers all tokens on every device, which runs its own experts, and adds up the results.
 
     Args:
       x: (T, D), this device's tokens.
       routing: of these tokens, among all experts.
       experts: a function of rows sorted by this device's experts that returns their results.
-      axis: the mesh axis.
+      axis: the mesh axis, or a tuple of several.
       held: number of experts on each device.
 
     Returns:
@@ -56,7 +56,7 @@ def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: in
     return total.astype(y.dtype)
 
 
-def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int) -> jax.Array:
+def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: Any, held: int) -> jax.Array:
     """Sends every choice to its expert's device and back, in blocks of T * c rows a device.
 
     Arguments and result are those of `gather`.
@@ -95,7 +95,7 @@ def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: str, held
 
 
 def ragged_all_to_all(
-    x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int
+    x: jax.Array, routing: Routing, experts: Experts, axis: Any, held: int
 ) -> jax.Array:
     """Sends every choice to its place among its expert's rows and back, without padding.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def mixture_of_experts(
     normalize: bool = True,
     scale: float | None = None,
     selection_bias: ArrayLike | None = None,
-    expert_axis: str | None = None,
+    expert_axis: str | Sequence[str] | None = None,
     exchange: Exchange = "gather",
     save_preactivation: bool = True,
     precision: Any = None,
@@ -65,8 +65,9 @@ def mixture_of_experts(
       experts_per_token: k.
       activation, save_preactivation: as in `grouped_mlp`.
       score, normalize, scale, selection_bias: as in `route`.
-      expert_axis: inside `jax.shard_map`, the mesh axis that shards the experts, evenly and in
-        order; its devices hold different tokens, equally many. None: this device has all experts.
+      expert_axis: inside `jax.shard_map`, the mesh axis, or a tuple of several, that shards the
+        experts, evenly and in order; its devices hold different tokens, equally many. None: this
+        device has all experts.
       exchange: how tokens reach the experts of other devices: "gather" brings all tokens of the
         axis to each device, "all_to_all" sends each choice to its expert's device in blocks padded
         to the worst case, "ragged_all_to_all" without padding (by XLA only on GPUs and TPUs).
@@ -90,6 +91,7 @@ def mixture_of_experts(
     devices = 1
     if expert_axis is not None:
         devices = layers.count_devices(op, "expert_axis", expert_axis)
+        expert_axis = tuple(expert_axis) if isinstance(expert_axis, list) else expert_axis
     choosing = experts_per_token, score, normalize, scale, selection_bias
     layers.check_mixture(x, kernel, rights, down, devices, exchange, choosing)
 

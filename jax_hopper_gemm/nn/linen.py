@@ -200,7 +200,7 @@ class MoE(nn.Module):
     router_init: Any = None
     down_kernel_init: Any = None
     expert_axis: str | None = None
-    token_axes: tuple[str, ...] | None = None
+    token_axes: str | tuple[str, ...] | None = None
     mesh: Any = None
     exchange: Exchange = "gather"
     save_preactivation: bool = True

@@ -62,8 +62,8 @@ class MoE(nnx.Module):
       expert_axis: mesh axis that shards the experts, or None. With it the layer runs in a
         `jax.shard_map` over all axes of the mesh, unless it is inside of one already; then
         parameters and inputs are this device's.
-      token_axes: mesh axes that shard the first axis of the input, `expert_axis` among them; None
-        for (expert_axis,).
+      token_axes: mesh axes, or one, that shard the first axis of the input, `expert_axis` among
+        them; None for (expert_axis,).
       mesh: the mesh; None for the one of `jax.set_mesh`.
       exchange: "gather", "all_to_all" or "ragged_all_to_all":
         see `jax_hopper_gemm.moe.mixture_of_experts`.
@@ -127,7 +127,7 @@ class MoE(nnx.Module):
         self.normalize = normalize
         self.scale = scale
         self.expert_axis = expert_axis
-        self.token_axes = None if token_axes is None else tuple(token_axes)
+        self.token_axes = token_axes if isinstance(token_axes, str | None) else tuple(token_axes)
         self.mesh = mesh
         self.exchange: Exchange = exchange
         self.save_preactivation = save_preactivation
@@ -178,7 +178,7 @@ def run(
     dtype: Any,
     router_dtype: Any,
     expert_axis: str | None,
-    token_axes: tuple[str, ...] | None,
+    token_axes: Sequence[str] | None,
     mesh: Any,
     **options: Any,
 ) -> tuple[jax.Array, Statistics]:
@@ -205,8 +205,9 @@ def run(
     around = jax.sharding.get_abstract_mesh().manual_axes
     if expert_axis is None or expert_axis in around:
         return call(x, router, weights, down, selection_bias, expert_axis)
-    token_axes = (expert_axis,) if token_axes is None else token_axes
-    _check_axes(expert_axis, token_axes, mesh, x)
+    one = isinstance(token_axes, str | None)
+    token_axes = (token_axes or expert_axis,) if one else tuple(token_axes)
+    _check_axes(expert_axis, token_axes, mesh, x, down.shape[0])
 
     def local(*args: Any) -> Any:
         y, statistics = call(*args, axis=expert_axis)
@@ -226,7 +227,9 @@ def run(
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(tokens, everywhere))(*args)
 
 
-def _check_axes(expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any) -> None:
+def _check_axes(
+    expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any, experts: int
+) -> None:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if mesh.empty:
         raise ValueError(
@@ -246,4 +249,9 @@ def _check_axes(expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any
         raise ValueError(
             f"MoE: inputs have shape {x.shape}, expected a first axis that {devices} devices on "
             f"{token_axes} divide evenly: pad it"
+        )
+    if experts % mesh.shape[expert_axis]:
+        raise ValueError(
+            f"MoE: num_experts is {experts}, expected a multiple of the {mesh.shape[expert_axis]} "
+            f"devices on {expert_axis!r}"
         )
