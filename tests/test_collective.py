@@ -267,6 +267,8 @@ def test_every_product_of_a_ring_and_of_its_gradients_is_a_kernel(name):
     hops = {"gather": 4, "scatter": 8}
     text = lowered(mapped, x, w)
     assert text.count(LAUNCH) == hops[name]
+    report = jhg.explain(mapped, x, w)
+    assert len(report.products) == hops[name] and report.kernel_share == 1
     assert "[[0, 1], [1, 2]" in text  # source and target
     assert ("[[0, 3], [1, 0]" in text) == (name == "scatter")  # sums go both ways
     text = lowered(lambda x, w, ct: jax.vjp(mapped, x, w)[1](ct), x, w, ct)

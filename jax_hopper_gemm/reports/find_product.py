@@ -18,6 +18,7 @@ from ..lowering.register import EXPANDED
 from ..lowering.request import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.dots import hopper_dots_p, one_by_one
+from ..primitives.experimental import HopperPrimitive
 from ..primitives.rows import pick_rows_p, sum_rows_p
 from ..primitives.widen import hopper_widen_p
 
@@ -65,11 +66,13 @@ class TracedProduct:
 
 
 def by_recipe(program: Program, equation: Any) -> Program | None:
-    """Returns what a product by a recipe is lowered as; None for any other equation."""
-    product = equation.params.get("product")
-    if equation.primitive not in EXPANDED or not product.options.recipe:
+    """Returns what a product by a recipe, or a ring of them, is made of; None for others."""
+    params, primitive = equation.params, equation.primitive
+    if isinstance(primitive, HopperPrimitive) and "axis_name" in params:
+        return program.replaced(equation, partial(primitive.reference, **params))
+    if primitive not in EXPANDED or not params["product"].options.recipe:
         return None
-    return program.replaced(equation, partial(EXPANDED[equation.primitive], **equation.params))
+    return program.replaced(equation, partial(EXPANDED[primitive], **params))
 
 
 def one_by_one_in(program: Program, equation: Any) -> Program | None:
@@ -147,7 +150,9 @@ class Program:
         """Returns the program of a function of the operands that stands for an equation."""
         avals = [atom.aval for atom in equation.invars]
         with equation.ctx.manager:  # of its mesh
-            return Program(jax.make_jaxpr(function)(*avals), self, equation)
+            mesh = jax.sharding.get_abstract_mesh()
+            axes = [(axis, mesh.shape[axis]) for axis in mesh.manual_axes]
+            return Program(jax.make_jaxpr(function, axis_env=axes)(*avals), self, equation)
 
     def made(self, atom: Any) -> tuple[Program, Any]:
         """Returns the equation that made a variable, with its program; None for an argument."""
