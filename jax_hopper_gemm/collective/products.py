@@ -73,7 +73,7 @@ def all_gather_matmul(
         x, w, axis_name, biases[0] if biases else None, activation, implementation
     )
     options = precision, preferred_element_type, cotangent_dtype, implementation
-    y = _ring(gathered_dot, "all_gather_matmul", x, w, axis_name, *options)
+    y = _ring(gathered_dot, "all_gather_matmul", x, w, axis_name, options)
     steps = Steps("all_gather_matmul", named_in(optional), activation_function(activation))
     if steps.plain:
         return y
@@ -119,14 +119,14 @@ def matmul_reduce_scatter(
     x, w = map(jnp.asarray, as_arrays("matmul_reduce_scatter", x=x, w=w))
     layers.check_matmul_reduce_scatter(x, w, axis_name, implementation)
     options = precision, preferred_element_type, cotangent_dtype, implementation
-    return _ring(scattered_dot, "matmul_reduce_scatter", x, w, axis_name, *options)
+    return _ring(scattered_dot, "matmul_reduce_scatter", x, w, axis_name, options)
 
 
 def _ring(
-    dot: Callable[..., jax.Array], op: str, x: Any, w: Any, axis_name: Any, precision: Any,
-    preferred: Any, cotangent_dtype: Any, implementation: Implementation,
-) -> jax.Array:  # fmt: skip
+    dot: Callable[..., jax.Array], op: str, x: Any, w: Any, axis_name: Any, options: Any
+) -> jax.Array:
     """Returns a product of operands that vary over the same mesh axes, `axis_name` among them."""
+    precision, preferred, cotangent_dtype, implementation = options
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     missing = tuple(set(names) - jax.typeof(x).manual_axis_type.varying)
     return dot(

@@ -20,11 +20,7 @@ class DotGeneral:
     dimension_numbers: DimensionNumbers  # of the operands in that order
     out: str  # letters of the result before the transpose
     permutation: tuple[int, ...]  # of the transpose
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The permutation that takes the transpose back."""
-        return tuple(map(self.permutation.index, range(len(self.out))))
+    order: tuple[int, ...]  # the permutation that takes it back
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,5 +151,5 @@ class Subscripts:
         def axes(of: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             return tuple(map(ordered.lhs.index, of)), tuple(map(ordered.rhs.index, of))
 
-        permutation = tuple(map(out.index, self.out))
-        return DotGeneral(swap_ab, (axes(contracted), axes(batch)), out, permutation)
+        permutation, order = tuple(map(out.index, self.out)), tuple(map(self.out.index, out))
+        return DotGeneral(swap_ab, (axes(contracted), axes(batch)), out, permutation, order)

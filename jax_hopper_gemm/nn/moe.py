@@ -251,7 +251,5 @@ def _check_axes(
             f"{token_axes} divide evenly: pad it"
         )
     if experts % mesh.shape[expert_axis]:
-        raise ValueError(
-            f"MoE: num_experts is {experts}, expected a multiple of the {mesh.shape[expert_axis]} "
-            f"devices on {expert_axis!r}"
-        )
+        there = f"the {mesh.shape[expert_axis]} devices on {expert_axis!r}"
+        raise ValueError(f"MoE: num_experts is {experts}, expected a multiple of {there}")
