@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 
@@ -26,6 +27,7 @@ from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.choose_shards import Factors, Shard, choose_shard
 from jax_hopper_gemm.sharding.mesh import Mesh
 
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 SINGLE = [{letter: "y"} for letter in "bmnk"]
 PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk", 2)]
 BOTH = [{letter: ("x", "y")} for letter in "mnk"]
@@ -95,6 +97,19 @@ def test_explicit_axes_keep_types_and_numbers(out):
             theirs = jax.jit(partial(function, jnp.matmul))(a, b)
             jax.tree.map(np.testing.assert_array_equal, ours, theirs)
             assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("types", [(EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_mesh_of_explicit_axes_need_not_be_set_and_may_have_others(types, is_set):
+    inside = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
+    a = jax.device_put(integers((64, 32)), NamedSharding(inside, P("x")))
+    b = jax.device_put(integers((32, 16), seed=1), NamedSharding(inside, P(None, "y")))
+    with jax.set_mesh(inside) if is_set else nullcontext():
+        ours, theirs = (jax.jit(matmul)(a, b) for matmul in (jhg.matmul, jnp.matmul))
+        np.testing.assert_array_equal(ours, theirs)
+        assert jax.typeof(ours) == jax.typeof(theirs)
 
 
 @pytest.mark.usefixtures("on_cpu")

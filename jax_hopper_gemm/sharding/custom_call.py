@@ -31,7 +31,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
@@ -142,9 +141,8 @@ def constrained(
     for value, aval in zip(values, avals, strict=True):
         sharding = aval.sharding
         if not sharding.mesh.empty and sharding.mesh.explicit_axes:
-            constrain = mlir.lower_fun(
-                partial(lax.with_sharding_constraint, shardings=sharding), multiple_results=False
-            )
+            reshard = partial(jax.reshard, out_shardings=sharding)
+            constrain = mlir.lower_fun(reshard, multiple_results=False)
             (value,) = constrain(ctx.replace(avals_in=[aval], avals_out=[aval]), value)
         found.append(value)
     return found
