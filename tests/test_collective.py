@@ -312,6 +312,8 @@ def test_wrong_options_say_what_was_expected():
 
     with pytest.raises(ValueError, match="axis_name is 'model', expected an axis of the mesh"):
         call("model")
+    with pytest.raises(ValueError, match="^matmul_reduce_scatter: axis_name is 'i', expected an"):
+        jax.vmap(lambda x: jhg.matmul_reduce_scatter(x, x, "i"), axis_name="i")(x[None])
     for wrong_axis in (0, ("tp", "tp")):
         with pytest.raises(ValueError, match="axis_name is .*, expected an axis of the mesh"):
             call(wrong_axis)

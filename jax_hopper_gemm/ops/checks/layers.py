@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -228,7 +229,9 @@ def count_devices(op: str, argument: str, axes: Any) -> int:
     """Returns how many devices lie along a mesh axis, or several, that an argument names."""
     names: Any = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     try:
-        if len(set(names)) < len(names) or any(isinstance(x, int) for x in names):
+        ring = argument == "axis_name"  # which takes no axis of `jax.vmap`
+        known = jax.sharding.get_abstract_mesh().manual_axes if ring else names
+        if len(set(names)) < len(names) or any(isinstance(x, int) or x not in known for x in names):
             raise TypeError("a mesh axis is named, and named once")
         return lax.axis_size(names)
     except (NameError, TypeError) as error:
