@@ -1,4 +1,4 @@
-"""`explain`: which kernel runs a product on this GPU, or on an H200, and why."""
+"""`explain`: which kernel runs a product on this GPU, or on another, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .. import ops
+from .. import dispatch, ops
 from ..reports import explain
 from . import products
 from .report import json_option, say
@@ -26,8 +26,9 @@ def command(
 ) -> dict[str, Any]:
     """Show what a jitted product runs on this machine's GPU, and why.
 
-    Without a GPU: on an H200. D is (M, N), A and B are contracted over K. With --groups the rows of
-    A are in groups, each with a B of its own, as in ragged_dot.
+    Without a GPU: on the one that JAX_HOPPER_GEMM_GPU names, else on an H200. D is (M, N), A and B
+    are contracted over K. With --groups the rows of A are in groups, each with a B of its own, as
+    in ragged_dot.
     """
     import jax
 
@@ -52,7 +53,7 @@ def command(
     )  # fmt: skip
     here = any(device.platform == "gpu" for device in jax.local_devices())
     if not here:
-        say("no GPU here; as an H200")
+        say(f"no GPU here; as an {dispatch.absent_device().gpu}")
     say(str(answer))
     kernel = answer.spec.name if answer.spec else None
     return {"device_is_here": here} | asdict(answer) | {"kernel": kernel}
