@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..gemm.dtypes import HALVES, WEIGHTS
+from ..gemm.subscripts import Subscripts
 from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
+from ..primitives.scaled_dot import beside_result
 from ..primitives.widen import hopper_widen
 from . import checks
 from .quantized import Quantized, blocks_of, spread
@@ -39,10 +40,9 @@ def weights_of_dot(
         )
     axes = contracted[0][0], contracted[1][0]
     pair, scales, zeros = weights_apart(op, (("lhs", lhs), ("rhs", rhs)), axes)
-    free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
-    places = zip(axes, batch, (-free[1], free[0]), strict=True)
-    beside: dict[str, Any] = dict(zip(SCALES, places, strict=True))
-    found = {name: _beside_result(x, *beside[name]) for name, x in scales.items()}
+    of = Subscripts.of_dot_general((contracted, batch), lhs.ndim, rhs.ndim)
+    letters: dict[str, str] = dict(zip(SCALES, (of.lhs, of.rhs), strict=True))
+    found = {name: beside_result(x, letters[name], of.out) for name, x in scales.items()}
     if zeros:
         found[OFFSET] = lax.dot_general(
             *zeros, (contracted, batch), lax.Precision.HIGHEST, out_sharding=out_sharding
@@ -147,18 +147,3 @@ def widened_pair(
                 scales[of] = scale
         arrays.append(x)
     return (arrays[0], arrays[1]), scales
-
-
-def _beside_result(
-    scale: jax.Array, contracted: int, batch: Sequence[int], others: int
-) -> jax.Array:
-    """Returns the scales of an operand of `dot_general` as they broadcast against its result.
-
-    Args:
-      contracted, batch: these axes of the operand.
-      others: how many free axes of the other one lie before its own; if negative, so many behind.
-    """
-    free = [i for i in range(scale.ndim) if i not in (contracted, *batch)]
-    shape = [scale.shape[i] for i in (*batch, *free)]
-    shape[len(batch) : len(batch)] = [1] * max(others, 0)
-    return lax.transpose(scale, (*batch, *free, contracted)).reshape(*shape, *[1] * max(-others, 0))

@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.groups import GroupedAxis
-from ..gemm.product import Options, Product
+from ..gemm.product import Product
 from ..gemm.spec import PROMOTION_K
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
@@ -39,17 +39,6 @@ from .ragged_dot import hopper_ragged_dot
 
 SCALED = Subscripts.parse("mk,nk->mn")
 BATCHED = Subscripts.parse("bmk,bnk->bmn")
-
-
-def hopper_scaled_dot(
-    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, options: Options
-) -> jax.Array:
-    """Returns the product of two matrices, or of as many pairs.
-
-    `preferred_element_type` of the options is its dtype.
-    """
-    product = Product(BATCHED if lhs.ndim == 3 else SCALED, options)
-    return scaled_dot((lhs, rhs), (lhs_scale, rhs_scale), product)[0]
 
 
 def scaled_dot(
@@ -97,6 +86,22 @@ def scale_of_each(scale: jax.Array, block: int, axis: int, extent: int) -> jax.A
     # JAX knows a symbolic extent of what is taken, not of a slice; of no scales nothing is taken.
     one_more = [(0, int(i == axis % scale.ndim)) for i in range(scale.ndim)]
     return jnp.take(jnp.pad(scale, one_more), jnp.arange(extent) // block, axis)
+
+
+def beside_result(scale: jax.Array, letters: str, out: str) -> jax.Array:
+    """Returns an operand's scales as they broadcast against the result of its product.
+
+    Args:
+      scale: with an axis for each of the operand's, of extent 1 where the result has none.
+      letters, out: of the axes of the operand and of the result.
+    """
+    if scale.size == 1:
+        return scale.reshape(())
+    order = [letters.index(a) for a in out if a in letters]
+    others = [i for i in range(scale.ndim) if i not in order]
+    scale = lax.transpose(scale, (*order, *others))
+    scale = lax.squeeze(scale, range(len(order), scale.ndim))
+    return lax.expand_dims(scale, [i for i, a in enumerate(out) if a not in letters])
 
 
 def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
