@@ -20,7 +20,7 @@ from ..fusion.jaxprs import traced
 from ..gemm.dtypes import QUANTIZED
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
-from ..primitives.auto_axes import in_auto_axes, is_explicit
+from ..primitives.auto_axes import in_auto_axes
 from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.scaled_dot import beside_result
 from . import checks
@@ -118,10 +118,7 @@ def run_quantized(
         found = Operands(lhs.of_blocks(), (rhs.of_blocks(),), product, blocks=True)
         return multiplied(found, dtype)
 
-    if is_explicit(lhs.values, rhs.values):  # axes are merged
-        result = in_auto_axes(multiply, like.sharding, lhs, rhs)
-    else:
-        result = multiply(lhs, rhs)
+    result = in_auto_axes(multiply, like.sharding, lhs, rhs)  # axes are merged
     return steps.after(result, following, whole, several)
 
 

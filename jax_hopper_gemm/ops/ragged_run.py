@@ -74,10 +74,8 @@ class RaggedArrays(NamedTuple):
         if self.rows is None or x.shape[:1] != self.lhs.shape[:1]:  # or one scale for all
             return x
         rows = as_int32(self.rows, least=-1)
-        if is_explicit(x, rows):
-            lead = kept_sharding(rows, rows.shape)
-            return in_auto_axes(pick_rows, PartitionSpec(*lead, None), x, rows)
-        return pick_rows(x, rows)
+        sharding = PartitionSpec(*kept_sharding(rows, rows.shape), None)
+        return in_auto_axes(pick_rows, sharding, x, rows)
 
     @property
     def length(self) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 
 from ..gemm.dtypes import HALVES, WEIGHTS
 from ..gemm.subscripts import Subscripts
-from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
+from ..primitives.auto_axes import in_auto_axes, kept_sharding
 from ..primitives.scaled_dot import beside_result
 from ..primitives.widen import hopper_widen
 from . import checks
@@ -113,11 +113,9 @@ def zeros_apart(
         groups, group = zeros.shape[axis], blocks[axis] or extent
         shape = [groups if i == axis else n for i, n in enumerate(x.shape)]
         of_groups = partial(_sums_of_groups, axis=along, groups=groups, group=group)
-        if is_explicit(other):  # an axis is cut
-            lengths = [groups if i == along else n for i, n in enumerate(other.shape)]
-            kept = kept_sharding(other, lengths)
-            of_groups = partial(in_auto_axes, of_groups, kept)
-        apart = [jnp.broadcast_to(zeros, shape), of_groups(jnp.asarray(other))]
+        kept = kept_sharding(other, (*other.shape[:along], groups, *other.shape[along + 1 :]))
+        sums = in_auto_axes(of_groups, kept, jnp.asarray(other))  # an axis is cut
+        apart = [jnp.broadcast_to(zeros, shape), sums]
         pair[i] = replace(x, zero=None)
         return (pair[0], pair[1]), (apart[i], apart[1 - i])
     return (pair[0], pair[1]), None
