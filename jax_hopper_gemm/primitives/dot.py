@@ -22,7 +22,6 @@ from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from .. import sharding
-from ..gemm.dtypes import name_of
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..lowering.call import Call, mark_options, request_between
@@ -182,11 +181,7 @@ _lower_to_xla = lower_fun_once(reference_dot)
 
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
-    (lhs, rhs), (out,) = avals, out_avals
-    return Request(
-        product.subscripts, lhs.shape, name_of(lhs.dtype), rhs.shape, name_of(rhs.dtype),
-        name_of(out.dtype), product.options,
-    )  # fmt: skip
+    return Request.of(product, *avals, *out_avals)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product) -> Any:

@@ -17,7 +17,6 @@ import jax
 from jax.interpreters import batching, mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, jvp_by, pruned, transpose_by
-from ..gemm.dtypes import name_of
 from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import launched
@@ -104,14 +103,10 @@ def request_of_dots(
     del in_place
     lhs, *rights = avals
     rights = rights[: len(functions)] if functions else rights
-    subscripts, shape = product.subscripts, list(rights[0].shape)
-    axis = subscripts.rhs.index(subscripts.columns[0])
+    shape, axis = [*rights[0].shape], product.subscripts.rhs.index(product.subscripts.columns[0])
     panels = tuple(x.shape[axis] for x in rights)
     shape[axis] = sum(panels)
-    request = Request(
-        subscripts, lhs.shape, name_of(lhs.dtype), tuple(shape), name_of(rights[0].dtype),
-        name_of(out_avals[0].dtype), product.options,
-    )  # fmt: skip
+    request = Request.of(product, lhs, rights[0].update(shape=tuple(shape)), out_avals[0])
     if len(panels) == 1:
         return replace(request, function=next(iter(functions), None))
     return replace(request, panels=panels, functions=tuple(functions))

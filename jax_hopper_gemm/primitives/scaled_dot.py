@@ -162,10 +162,7 @@ def _request_of(
     count = len(product.subscripts.contracted)
     matrices = (_matrices(x.shape, y, count) for x, y in zip((lhs, rhs), scales, strict=True))
     blocks: Any = tuple(block_of(x[-2], y.shape[-2]) for x, y in zip(matrices, scales, strict=True))
-    request = Request(
-        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
-        out_avals[0].dtype.name, product.options, function=jaxpr, blocks=blocks,
-    )  # fmt: skip
+    request = Request.of(product, lhs, rhs, out_avals[0], function=jaxpr, blocks=blocks)
     if product.groups is None:
         return request
     axis = GroupedAxis.of(product.subscripts, product.groups, avals[4].shape[0])
