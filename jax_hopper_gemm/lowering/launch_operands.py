@@ -49,7 +49,9 @@ def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[A
     """Returns the arrays that a launch reads, in their order."""
     follows = _epilogue_operands(ctx, call, route) if route.fusion else []
     integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
-    return [*_factors(ctx, call, route), *follows, *integers, *_scales(ctx, call, route)]
+    scales = _group_scales if call.request.k_group else _block_scales
+    of_scales = scales(ctx, call, route) if call.scales else []
+    return [*_factors(ctx, call, route), *follows, *integers, *of_scales]
 
 
 def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
@@ -182,13 +184,6 @@ def _kept(value: ir.Value) -> bool:
     attributes = ir.ArrayAttr(names["arg_attrs"])[ir.BlockArgument(value).arg_number]
     donated = ("tf.aliasing_output", "jax.buffer_donor")
     return not any(name in ir.DictAttr(attributes) for name in donated)
-
-
-def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns scales of blocks or along K, if there are any, in the kernel's order."""
-    if call.request.k_group:
-        return _group_scales(ctx, call, route)
-    return _block_scales(ctx, call, route) if call.request.blocks else []
 
 
 def _block_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:

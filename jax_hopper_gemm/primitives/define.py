@@ -27,7 +27,7 @@ from ..fusion.jaxprs import jvp_by, traced_once, transpose_by
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.request import Request
 from .experimental import HopperPrimitive
-from .remat import add_remat_rule
+from .remat import remat_rule
 
 Rule = Callable[..., Any]
 
@@ -98,7 +98,7 @@ def define_primitive(
     register_lowering(primitive, abstract, reference, lowering or Lowering())
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
-        add_remat_rule(primitive)
+        pe.partial_eval_jaxpr_custom_rules[primitive] = remat_rule
     return primitive
 
 
