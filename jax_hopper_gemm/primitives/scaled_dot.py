@@ -23,6 +23,7 @@ from jax import numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
+from ..fusion.graph_to_jax import along
 from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
@@ -97,11 +98,8 @@ def beside_result(scale: jax.Array, letters: str, out: str) -> jax.Array:
     """
     if scale.size == 1:
         return scale.reshape(())
-    order = [letters.index(a) for a in out if a in letters]
-    others = [i for i in range(scale.ndim) if i not in order]
-    scale = lax.transpose(scale, (*order, *others))
-    scale = lax.squeeze(scale, range(len(order), scale.ndim))
-    return lax.expand_dims(scale, [i for i, a in enumerate(out) if a not in letters])
+    scale = lax.squeeze(scale, [i for i, a in enumerate(letters) if a not in out])
+    return along(scale, "".join(a for a in letters if a in out), out)
 
 
 def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
