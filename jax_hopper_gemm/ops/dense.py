@@ -130,7 +130,10 @@ def matmul(
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     for vector, axis in ((b, -1), (a, -2)):  # whose result has no such axis
         if jnp.ndim(cast(Any, vector)) == 1:
-            scales = {name: _without(x, axis) for name, x in scales.items()}
+            scales = {
+                name: lax.squeeze(x, (axis,)) if x.ndim >= -axis else x
+                for name, x in scales.items()
+            }
     if zeros:
         scales[OFFSET] = jnp.matmul(
             *zeros, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
@@ -328,11 +331,6 @@ class _Permuted:
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:
     return jnp.einsum(subscripts, *operands, **options)
-
-
-def _without(scale: jax.Array, axis: int) -> jax.Array:
-    """Returns scales without an axis, of length 1, that they need not have."""
-    return lax.squeeze(scale, (axis,)) if scale.ndim >= -axis else scale
 
 
 class _Factors(NamedTuple):
