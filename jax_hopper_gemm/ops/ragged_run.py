@@ -136,11 +136,8 @@ def run_product(
     if is_explicit(lhs, rhs, sizes):
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(op, numbers)
-
-        def product(arrays: RaggedArrays) -> jax.Array:
-            return run_product(op, arrays, numbers, options, None)
-
-        return in_auto_axes(product, out_sharding, arrays)
+        inside = partial(run_product, op, numbers=numbers, options=options, out_sharding=None)
+        return in_auto_axes(inside, out_sharding, arrays)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_ours(op, reason, arrays, options)
         return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **as_lax)
@@ -189,10 +186,7 @@ def run_with_epilogue(
     arrays, operands = jax.tree.unflatten(structure, varying_together(*leaves))
     lhs, rights, sizes, _, rows, _ = arrays
     if is_explicit(lhs, *rights, sizes, rows, *operands):
-
-        def with_epilogue(arrays: RaggedArrays, operands: tuple[Any, ...]) -> Any:
-            return run_with_epilogue(op, arrays, operands, function, options)
-
+        with_epilogue = partial(run_with_epilogue, op, function=function, options=options)
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(op, BASIC)
         if getattr(function, "epilogue", None) is not None:

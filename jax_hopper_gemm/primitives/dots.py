@@ -39,13 +39,6 @@ def one_by_one(*args: jax.Array, **params: Any) -> list[jax.Array]:
     return _each(hopper_dot, hopper_fused_p.bind, *args, **params)
 
 
-def _by_xla(*args: jax.Array, **params: Any) -> list[jax.Array]:
-    def product(lhs: Any, rhs: Any, product: Product) -> Any:
-        return reference_dot(lhs, rhs, product=product)
-
-    return _each(product, reference_fused, *args, **params)
-
-
 def _each(
     bare: Callable[..., Any],
     fused: Callable[..., Any],
@@ -57,7 +50,7 @@ def _each(
     """Returns the results of `bare` products, or of `fused` ones."""
     lhs, *others = args
     if not functions:
-        return [bare(lhs, rhs, product) for rhs in others]
+        return [bare(lhs, rhs, product=product) for rhs in others]
     count, results = len(functions), list[Any]()
     for rhs, function, (reads, makes) in zip(
         others[:count], functions, slices_of(functions), strict=True
@@ -149,7 +142,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
 
 hopper_dots_p = define_primitive(
     "hopper_dots",
-    _by_xla,
+    partial(_each, reference_dot, reference_fused),
     multiple_results=True,
     rules=Rules(
         jvp=_jvp, transpose=partial(transpose_by, one_by_one), batch=_batch,
