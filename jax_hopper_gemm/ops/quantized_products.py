@@ -95,21 +95,17 @@ def run_quantized(
         )
     batch, k, letters = subscripts.batch, subscripts.contracted, (subscripts.lhs, subscripts.rhs)
     lhs, rhs = (_arranged(op, *x, own, batch, k) for x, own in zip(operands, letters, strict=True))
-    preferred = options.preferred_element_type
+    preferred, values = options.preferred_element_type, tuple(x.values for _, x in operands)
+    numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
+    dot = JaxProduct(lax.dot_general, numbers)
     if lhs.constant and rhs.constant:
         scales = (x.beside_result(subscripts.out) for x in (lhs, rhs))
         scaled = replace(steps, named=(*SCALES, *steps.named))
-        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
-        values = tuple(x.values for _, x in operands)
         options = replace(options, preferred_element_type=preferred or jnp.float32)
-        by_jax = JaxProduct(lax.dot_general, numbers)
-        return run(by_jax, values, scaled, (*scales, *following), options)
+        return run(dot, values, scaled, (*scales, *following), options)
     dtype, whole, several = steps.dtypes(preferred, jnp.float32)
-    dot = partial(
-        lax.dot_general, dimension_numbers=dimension_numbers, precision=options.precision,
-        preferred_element_type=dtype, out_sharding=out_sharding,
-    )  # fmt: skip
-    closed = traced(dot, *(jax.typeof(x.values) for _, x in operands))
+    options = replace(options, preferred_element_type=dtype)
+    closed = traced(dot.with_options(options), *values)
     (equation,), (like,) = closed.jaxpr.eqns, closed.out_avals
     options = in_contexts(replace(options, precision=equation.params["precision"]))
     product = Product(Subscripts(lhs.letters, rhs.letters, subscripts.out), options)
@@ -133,10 +129,8 @@ def scales_of_groups(op: str, lhs: Quantized, rhs: Quantized) -> tuple[dict[str,
     left = _arranged(op, "lhs", lhs, "mk", "", "k")
     right = _arranged(op, "rhs", rhs, "gkn", "g", "k")
     if left.constant and right.constant:
-        rows, columns = (spread(x.scale, x.blocks[:-1], x.values.shape) for x in (left, right))
-        columns = lax.transpose(columns, (0, 2, 1))
-        pair = zip(SCALES, (rows, columns), strict=True)
-        return {name: x.reshape(()) if x.size == 1 else x for name, x in pair}, None
+        pair = left.beside_result("mn"), right.beside_result("gmn")
+        return dict(zip(SCALES, pair, strict=True)), None
     if left.blocks[0] == BLOCK:  # groups begin at any row
         scale = spread(left.scale, (BLOCK,), left.values.shape)
         left = replace(left, scale=scale, blocks=(1, *left.blocks[1:]))
