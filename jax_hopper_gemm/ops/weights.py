@@ -50,20 +50,11 @@ def weights_of_dot(
     return pair, found
 
 
-def weights_apart(
-    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[tuple[Any, Any], dict[str, Any], tuple[Any, Any] | None]:
-    """Returns what `widened_pair` does, with what `zeros_apart` returns of zero points."""
-    (lhs, _), (rhs, _) = operands
-    (left, right), zeros = zeros_apart(op, operands, axes)
-    return *widened_pair(op, ((lhs, left), (rhs, right)), axes), zeros
-
-
 def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
     """Returns weights as an array of 16 bits, and what its products are multiplied by.
 
     Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
-    That of weights with zero points is written; see `zeros_apart`. So is that of a dtype which no
+    That of weights with zero points is written; see `weights_apart`. So is that of a dtype which no
     kernel reads, such as Qwix's int2.
 
     Args:
@@ -86,10 +77,12 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
     return hopper_widen(x.values, dtype, scale, **group), None
 
 
-def zeros_apart(
+def weights_apart(
     op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
-    """Returns the operands without zero points, and the operands of a product to subtract.
+) -> tuple[tuple[Any, Any], dict[str, Any], tuple[Any, Any] | None]:
+    """Returns what `widened_pair` does, and the operands of a product to subtract, or None.
+
+    Where weights have zero points:
 
         x @ ((v - z) * s)  =  x @ (v * s)  -  (sums of x along the groups of K) @ (z * s)
 
@@ -98,9 +91,9 @@ def zeros_apart(
     Args:
       axes: the contracted one of each operand.
     """
-    pair: list[Any] = [x for _, x in operands]
+    found, subtracted = [*operands], None
     for i, (name, x) in enumerate(operands):
-        other = pair[1 - i]
+        _, other = operands[1 - i]
         if not is_weights(x, other) or x.zero is None:
             continue
         axis, along = max(axes[i], -x.ndim) % x.ndim, max(axes[1 - i], -other.ndim) % other.ndim
@@ -116,9 +109,9 @@ def zeros_apart(
         kept = kept_sharding(other, (*other.shape[:along], groups, *other.shape[along + 1 :]))
         sums = in_auto_axes(of_groups, kept, jnp.asarray(other))  # an axis is cut
         apart = [jnp.broadcast_to(zeros, shape), sums]
-        pair[i] = replace(x, zero=None)
-        return (pair[0], pair[1]), (apart[i], apart[1 - i])
-    return (pair[0], pair[1]), None
+        found[i] = name, replace(x, zero=None)
+        subtracted = apart[i], apart[1 - i]
+    return *widened_pair(op, (found[0], found[1]), axes), subtracted
 
 
 def _sums_of_groups(x: jax.Array, *, axis: int, groups: int, group: int) -> jax.Array:
