@@ -258,11 +258,8 @@ def run_scaled_sum(
     if is_explicit(lhs, rhs, sizes, *operands):
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(steps.op, numbers)
-
-        def scaled_sum(arrays: RaggedArrays, operands: tuple[Any, ...]) -> jax.Array:
-            return run_scaled_sum(arrays, operands, steps, numbers, options, None)
-
-        return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
+        named = {"steps": steps, "numbers": numbers, "options": options, "out_sharding": None}
+        return in_auto_axes(partial(run_scaled_sum, **named), out_sharding, arrays, operands)
     dtypes = result_dtypes(steps, options.preferred_element_type)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_ours(steps.op, reason, arrays, options)
