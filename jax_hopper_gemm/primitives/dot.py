@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -108,19 +109,9 @@ mlir.register_lowering(_folded_dot_p, lower_fun_once(_widened_dot), platform="cp
 # Derivatives and vmap: the letters change places.
 
 
-def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    return cotangent_of(lhs.aval, cotangent, rhs, product, 1)
-
-
-def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    return cotangent_of(rhs.aval, cotangent, lhs, product, 0)
-
-
-def cotangent_of(primal: Any, cotangent: Any, other: Any, product: Product, kept: int) -> Any:
-    """Returns the gradient of an operand of `product`, which is another product.
-
-    The `other` operand is the left one, 0, or the right one, 1.
-    """
+def _transpose(kept: int, cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
+    """Returns the gradient of an operand: another product, of the cotangent and the one `kept`."""
+    primal, other = (lhs.aval, rhs) if kept else (rhs.aval, lhs)
     sharding, subscripts = stated_sharding(primal), product.subscripts
     subscripts = subscripts.transpose_lhs() if kept else subscripts.transpose_rhs()
     cotangent, options = entering(primal, cotangent, other, product.options, kept)
@@ -229,7 +220,9 @@ hopper_dot_p = define_primitive(
     NAME,
     reference_dot,
     abstract=_abstract_eval,
-    rules=Rules(linear_in=(0, 1), transpose=(_transpose_lhs, _transpose_rhs), batch=_batch),
+    rules=Rules(
+        linear_in=(0, 1), transpose=(partial(_transpose, 1), partial(_transpose, 0)), batch=_batch
+    ),
     lowering=Lowering(_lower_for_cuda, _lower_partitioned),
     request_of=_request_of,
 )
