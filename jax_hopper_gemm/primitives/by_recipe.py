@@ -246,12 +246,13 @@ def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
 
 
 def multiplied(found: Operands, dtype: Any) -> jax.Array:
-    """Returns a product without groups, in a dtype."""
+    """Returns a product in a dtype."""
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
-    left, (right,) = found.left, found.rights
     if not found.blocks:
-        values, scales = (left.values, right.values), _factors(found)
-        return fused_dot(_scaled, values, scales, whole, out_dtypes=(dtype,))
+        values, sizes = [x.values for x in found.all], next(iter(found.sizes), None)
+        return fused_dot(_scaled, values, _factors(found), whole, out_dtypes=(dtype,), sizes=sizes)
+    if whole.groups:
+        return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
     batch, contracted = len(whole.subscripts.batch), whole.subscripts.contracted
     found = found.in_order_of_result()
     left, (right,) = found.left, found.rights
@@ -274,15 +275,7 @@ def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
     as_it_is = partial(hopper_ragged_dot_p.bind, lhs, rhs, sizes, product=plain)
     if (found := _operands(product, lhs, (rhs,), (sizes,))) is None:
         return as_it_is()
-    dtype = abstract(as_it_is).dtype
-    whole = found.product.with_options(preferred_element_type=dtype)
-    left, (right,) = found.left, found.rights
-    if found.blocks:
-        return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
-    return fused_dot(
-        _scaled, (left.values, right.values), _factors(found), whole, out_dtypes=(dtype,),
-        sizes=found.sizes[0],
-    )  # fmt: skip
+    return multiplied(found, abstract(as_it_is).dtype)
 
 
 def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:
