@@ -252,10 +252,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     if fuse:
         inner = inner.replace(eqns=with_products(inner.eqns))
     weights = Weights(inner, rewriting.weights)
-
-    def recipe_of(equation: Any) -> ByRecipe | None:
-        return _recipe_of(equation, rewriting.recipe, weights)
-
+    recipe_of = partial(_recipe_of, recipe=rewriting.recipe, weights=weights)
     new: list[Any] = []
     for equation in hopper_equations(inner, Options(rewriting.implementation), chosen, recipe_of):
         if equation.primitive.name == RAGGED and chosen(equation):
@@ -278,9 +275,7 @@ def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByReci
     DeepSeek-V3.
     """
     _, (batch, _) = equation.params["dimension_numbers"]
-    if recipe is None or batch:
-        return None
-    if not _of_halves(equation):
+    if recipe is None or batch or not _of_halves(equation):
         return None
     left, right = weights.marks(equation.invars)
     if right:
