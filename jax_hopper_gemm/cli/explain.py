@@ -42,9 +42,11 @@ def command(
     if groups:
         if described["a_major"] == "m":
             raise click.UsageError("--groups takes A stored (M, K): XLA would copy one (K, M).")
-        lead = len(a) - 2
+        lead = len(a) - 2  # axes of a batch, after which A has its rows and B its groups
         b = (*b[:lead], groups, *b[lead:])
-        function, numbers = ops.ragged_dot_general, _ragged(numbers, lead)
+        ((a_k,), (b_k,)), batch = numbers
+        numbers = jax.lax.RaggedDotDimensionNumbers((([a_k], [b_k + 1]), batch), [lead], [lead])
+        function = ops.ragged_dot_general
         sizes = (jax.ShapeDtypeStruct((groups,), "int32"),)
     answer = explain(
         function,
@@ -57,16 +59,3 @@ def command(
     say(str(answer))
     kernel = answer.spec.name if answer.spec else None
     return {"device_is_here": here} | asdict(answer) | {"kernel": kernel}
-
-
-def _ragged(numbers: Any, lead: int) -> Any:
-    """Returns a product's dimension numbers with A's rows in groups and an axis of them in B.
-
-    Args:
-      numbers: those of `dot_general`, A being stored (M, K).
-      lead: batch axes, after which A has its rows and B its groups.
-    """
-    from jax import lax
-
-    ((a_k,), (b_k,)), batch = numbers
-    return lax.RaggedDotDimensionNumbers((([a_k], [b_k + 1]), batch), [lead], [lead])

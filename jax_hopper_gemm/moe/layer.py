@@ -14,13 +14,12 @@ from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
 from ..ops.recipes import Recipe
-from ..primitives.auto_axes import kept_sharding
+from ..primitives.auto_axes import in_auto_axes, kept_sharding
 from .expert_parallel import EXCHANGES, Exchange
 from .router import (
     Score,
     Statistics,
     as_jax,
-    by_xla,
     combine_rows,
     dispatch_rows,
     route_tokens,
@@ -114,7 +113,7 @@ def mixture_of_experts(
         return y.reshape(x.shape), statistics
 
     shardings = kept_sharding(x, x.shape), PartitionSpec()
-    return by_xla(layer, shardings, x, kernel, rights, down, scale, selection_bias)
+    return in_auto_axes(layer, shardings, x, kernel, rights, down, scale, selection_bias)
 
 
 def grouped_mlp(
@@ -172,7 +171,7 @@ def grouped_mlp(
             hidden, down, sizes, precision, recipe=recipe, implementation=implementation
         )
 
-    return by_xla(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
+    return in_auto_axes(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
 
 
 def _right_operands(op: str, gate_up: Any) -> tuple[jax.Array, ...]:
