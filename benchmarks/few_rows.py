@@ -25,6 +25,7 @@ from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, TileScheduler
+from jax_hopper_gemm.lowering.devices import current_device
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 TILES_N = (32, 64, 128)
@@ -65,7 +66,7 @@ def transposed_streams(problem: GemmProblem) -> dict[str, GemmSpec]:
 def candidates(
     problem: GemmProblem, schedulers: Sequence[TileScheduler], *, transposed: bool
 ) -> Iterator[tuple[str, GemmSpec]]:
-    forced = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
+    forced = dispatch.choose(problem, current_device(), kernel_only=True).spec
     if forced is not None:
         yield "forced", forced
         if transposed:

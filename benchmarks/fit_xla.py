@@ -168,7 +168,7 @@ def main() -> int:
     if not arguments.dry_run:
         trees = fitted(found, ratios)
         lines = ",\n".join("  " + json.dumps(tree, separators=(",", ":")) for tree in trees.trees)
-        path = FITS / f"xla_{H200.key}.json"
+        path = FITS / f"xla_{H200.num_sms}.json"
         path.write_text(
             f'{{"products": {len(measured)}, "error": {error:.3f}, "base": {trees.base}, '
             f'"trees": [\n{lines}\n ]}}\n'

@@ -27,6 +27,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.canonical import ShapedProduct, as_gemm, with_whole_lines
 from jax_hopper_gemm.gemm.subscripts import Subscripts
+from jax_hopper_gemm.lowering.devices import current_device
 from jax_hopper_gemm.testing import benchmark, timing
 
 Case = tuple[str, dict[str, int]]
@@ -94,7 +95,7 @@ def decision_of(case: Case) -> dispatch.Decision:
     subscripts = Subscripts.parse(case[0])
     product = ShapedProduct(subscripts, lhs, "bfloat16", rhs, "bfloat16", "bfloat16")
     gemm = with_whole_lines(as_gemm(product), product)
-    return dispatch.choose(gemm.problem, dispatch.H200, kernel_only=True)
+    return dispatch.choose(gemm.problem, current_device(), kernel_only=True)
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Re
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.lowering.devices import current_device
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
@@ -148,7 +149,7 @@ def specs_of(products: Products) -> list[KernelSpec]:
     found = [
         of_all(problem),
         *(
-            dispatch.choose(x, dispatch.H200, kernel_only=forced).spec
+            dispatch.choose(x, current_device(), kernel_only=forced).spec
             for x in problem.apart
             for forced in (True, False)
         ),

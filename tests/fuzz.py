@@ -93,10 +93,10 @@ def sanitized(folder: Path, sanitizer: str, threads: int) -> Trial:
     with open(folder / "plans", "w") as file:
         for plan in (*drawn, *(replace(drawn[0], params=params) for params in past)):
             words = plan.encode()
-            if plan.workspaces:
-                words = clearing(words, plan.first_workspace, plan.workspaces[0])
-            sizes = parameter_bytes(words)
             buffers = 1 + max(getattr(param, "buffer", 0) for param in plan.params)
+            if plan.workspaces:
+                words = clearing(words, buffers - len(plan.workspaces), plan.workspaces[0])
+            sizes = parameter_bytes(words)
             print(buffers + len(plan.workspaces), len(sizes), *sizes, *words, file=file)
     options = ["-O0", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     sources = [*sorted(ROOT.glob("ffi/src/*.cc")), harness.SOURCES / "ffi_host.cc"]

@@ -213,7 +213,7 @@ def test_tune_refuses_a_table_of_another_gpu(capsys, tmp_path, fake_timers):
     out = tmp_path / "table.json"
     table.write_table(table.Table.of(dispatch.Device((9, 0), 114), (), ""), out)
     assert main(["tune", "512x512x512", "--out", str(out)]) == 1
-    assert "sm90_114, this GPU is sm90_132: choose another --out" in capsys.readouterr().err
+    assert "h200_114, this GPU is h200_132: choose another --out" in capsys.readouterr().err
 
 
 def test_tune_takes_suites(capsys, tmp_path, fake_timers, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from jax_hopper_gemm.dispatch import (
+    H100,
     H200,
     Device,
     TableError,
@@ -60,20 +61,37 @@ def saved(tmp_path, *entries: Entry, name: str = "table.json", device: Device = 
     return path
 
 
-def test_packaged_table_is_valid_and_for_its_device():
-    assert packaged_table(H200).device == H200
-    assert packaged_table(Device((9, 0), 78)).entries == {}
+@pytest.mark.parametrize("gpu", [H100, H200])
+def test_packaged_table_is_valid_and_for_its_device(gpu):
+    assert packaged_table(gpu).device == gpu
+    assert packaged_table(replace(gpu, num_sms=78)).entries == {}
 
 
-def test_every_packaged_entry_decides_for_its_problem(monkeypatch):
+def test_a_gpu_without_an_entry_takes_that_of_an_h200(tmp_path, use_table, monkeypatch):
+    entries = entry(), entry(tile_n=128, epi_tile_n=32)
+    packaged = {gpu: Table.of(gpu, [x]) for gpu, x in zip((H200, H100), entries, strict=True)}
+    monkeypatch.setattr(tables, "packaged_table", packaged.__getitem__)
+    choice._choose.cache_clear()
+    for gpu, measured in zip((H200, H100), entries, strict=True):
+        assert choose(SQUARE, gpu).spec == measured.spec
+    use_table(saved(tmp_path, entry(tile_n=192)))  # of an H200: an H100's own comes first
+    assert tables.tables_of(H100)[0] is packaged[H100] and len(tables.tables_of(H100)) == 3
+    packaged[H100] = Table.of(H100)
+    choice._choose.cache_clear()
+    assert choose(SQUARE, H100).spec == choose(SQUARE, H200).spec
+    choice._choose.cache_clear()
+
+
+@pytest.mark.parametrize("gpu", [H100, H200])
+def test_every_packaged_entry_decides_for_its_problem(gpu, monkeypatch):
     monkeypatch.setattr(tables, "packaged_table", packaged_table)
-    buildable = set(table_specs(H200))
-    entries = packaged_table(H200).entries.values()
+    buildable = set(table_specs(gpu))
+    entries = packaged_table(gpu).entries.values()
     assert entries
     for measured in entries:
         assert measured.spec in buildable
-        free = choose(measured.key.problem(), H200)
-        forced = choose(measured.key.problem(), H200, kernel_only=True)
+        free = choose(measured.key.problem(), gpu)
+        forced = choose(measured.key.problem(), gpu, kernel_only=True)
         assert free.source == forced.source == "table"
         assert forced.spec is not None and forced.spec.evict_first in (
             None,
@@ -163,9 +181,10 @@ def damaged(tmp_path, change) -> str:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d, e: d.update(version=7), ["version is 7", "reads 1", "tune again"]),
+        (lambda d, e: d.update(version=7), ["version is 7", "reads 2", "tune again"]),
         (lambda d, e: d.pop("device"), ["missing fields ['device']"]),
         (lambda d, e: d["device"].update(num_sms="all"), ["num_sms is 'all'", "int"]),
+        (lambda d, e: d["device"].update(gpu="B200"), ["gpu is 'B200'", "H100, H200"]),
         (lambda d, e: d["device"].update(compute_capability=[9]), ["compute_capability is [9]"]),
         (lambda d, e: d.update(entries={}), ["entries is {}", "list"]),
         (lambda d, e: d["entries"].append(e), ["entry 1", "a second entry"]),

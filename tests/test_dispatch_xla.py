@@ -92,7 +92,7 @@ def test_no_product_that_is_held_out_was_surveyed():
 
 def test_a_kernel_runs_where_it_is_expected_to_lead_and_the_reason_gives_the_error():
     chosen = set()
-    fit = read_fit(H200.key)
+    fit = read_fit(H200.num_sms)
     assert fit
     for problem in shapes.suite("heldout")[:40]:
         best, _ = best_kernel(problem, H200)

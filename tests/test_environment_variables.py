@@ -50,6 +50,7 @@ CASES = {
         "LIBRARY", "file", lambda _: ffi_library._load(ffi_library.library_path()),
         ffi_library.NativeLibraryError, "expected a libjax_hopper_gemm.so of this version",
     ),
+    "GPU": ("GPU", "B200", lambda _: dispatch.absent_device(), ValueError, "one of H100, H200"),
     "ON_FALLBACK": (
         "ON_FALLBACK", "loud", lambda _: fallback.policy_now(), ValueError,
         "expected one of silent, warn, error",
@@ -63,7 +64,7 @@ def test_a_variable_with_an_unusable_value_is_an_error(case, monkeypatch, tmp_pa
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("JAX_HOPPER_GEMM_CUBINS", raising=False)
-    came = value if name == "ON_FALLBACK" else str(tmp_path / value)
+    came = value if name in ("GPU", "ON_FALLBACK") else str(tmp_path / value)
     monkeypatch.setenv(f"JAX_HOPPER_GEMM_{name}", came)
     with pytest.raises(error) as raised:
         act(monkeypatch)
@@ -79,12 +80,13 @@ def test_a_folder_that_build_is_to_fill_may_be_named_already(monkeypatch, tmp_pa
 
 
 def test_empty_variables_count_as_unset(monkeypatch):
-    for name in ("CUBINS", "CACHE", "LIBRARY", "TABLE"):
+    for name in ("CUBINS", "CACHE", "LIBRARY", "TABLE", "GPU"):
         monkeypatch.setenv(f"JAX_HOPPER_GEMM_{name}", "")
     assert cubin.prebuilt().folder.name == "_cubins"
     assert cubin.cache_dir().name == "jax_hopper_gemm"
     read_tables(monkeypatch)
     ffi_library.library_path()
+    assert dispatch.absent_device() == dispatch.H200
 
 
 @pytest.mark.slow

@@ -302,11 +302,16 @@ def test_a_missing_library_is_named(monkeypatch):
 
 def test_the_device_is_the_first_gpu_among_the_candidates():
     class Gpu:
-        compute_capability, core_count = "9.0", 114
+        compute_capability, core_count, device_kind = "9.0", 114, "NVIDIA H100 PCIe"
 
     cpu = jax.devices("cpu")[0]
-    assert current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114)
+    assert current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114, gpu="H100")
     assert current_device((cpu,)) == dispatch.H200
+
+
+def test_a_variable_names_the_gpu_where_there_is_none(monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_GPU", "H100")
+    assert current_device() == dispatch.H100
 
 
 def test_what_computes_on_the_host_stays_there():

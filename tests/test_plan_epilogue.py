@@ -130,5 +130,5 @@ def test_reductions_are_partial_by_tile_and_the_counter_follows_them():
     ]  # fmt: skip
     plan = make_plan(problem, spec, RasterOrder(), 132)
     assert plan.params[2:9] == tuple(map(Pointer, range(2, 9)))
-    assert plan.first_workspace == 9 and plan.params[-1] == Pointer(9)
+    assert plan.params[-1] == Pointer(9)
     assert plan.workspaces == (16,)

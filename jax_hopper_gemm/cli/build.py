@@ -37,7 +37,7 @@ SMS = dispatch.H200.num_sms
 )  # fmt: skip
 @click.option(
     "--sms", type=products.POSITIVE, default=SMS,
-    help=f"Of the GPU that the kernels are for [{SMS}: H200, H100 SXM].",
+    help=f"Of the GPU that the kernels are for [{SMS}: H100 SXM and H200].",
 )  # fmt: skip
 @json_option
 def command(
@@ -56,8 +56,8 @@ def command(
         specs = [spec for path in program for spec in specs_of_program(path)]
     else:
         pairs = [(ab, d) for ab in dtype for d in result_dtype]
-        alone = dispatch.Device((9, 0), sms)
-        devices = (alone, replace(alone, comm_overlap=True))
+        alone = [replace(gpu, num_sms=sms) for gpu in (dispatch.H100, dispatch.H200)]
+        devices = [replace(gpu, comm_overlap=overlap) for gpu in alone for overlap in (False, True)]
         specs = [spec for device in devices for spec in dispatch.table_specs(device, pairs)]
         specs = list(dict.fromkeys(specs))
     report = cubin.build(specs, jobs=jobs, progress=not say.silent, folder=out)

@@ -1,4 +1,4 @@
-"""`explain`: which kernel runs a product on this GPU, or on an H200, and why."""
+"""`explain`: which kernel runs a product on this GPU, or on another, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .. import ops
+from .. import dispatch, ops
 from ..reports import explain
 from . import products
 from .report import json_option, say
@@ -26,8 +26,9 @@ def command(
 ) -> dict[str, Any]:
     """Show what a jitted product runs on this machine's GPU, and why.
 
-    Without a GPU: on an H200. D is (M, N), A and B are contracted over K. With --groups the rows of
-    A are in groups, each with a B of its own, as in ragged_dot.
+    Without a GPU: on the one that JAX_HOPPER_GEMM_GPU names, else on an H200. D is (M, N), A and B
+    are contracted over K. With --groups the rows of A are in groups, each with a B of its own, as
+    in ragged_dot.
     """
     import jax
 
@@ -41,9 +42,11 @@ def command(
     if groups:
         if described["a_major"] == "m":
             raise click.UsageError("--groups takes A stored (M, K): XLA would copy one (K, M).")
-        lead = len(a) - 2
+        lead = len(a) - 2  # axes of a batch, after which A has its rows and B its groups
         b = (*b[:lead], groups, *b[lead:])
-        function, numbers = ops.ragged_dot_general, _ragged(numbers, lead)
+        ((a_k,), (b_k,)), batch = numbers
+        numbers = jax.lax.RaggedDotDimensionNumbers((([a_k], [b_k + 1]), batch), [lead], [lead])
+        function = ops.ragged_dot_general
         sizes = (jax.ShapeDtypeStruct((groups,), "int32"),)
     answer = explain(
         function,
@@ -52,20 +55,7 @@ def command(
     )  # fmt: skip
     here = any(device.platform == "gpu" for device in jax.local_devices())
     if not here:
-        say("no GPU here; as an H200")
+        say(f"no GPU here; as an {dispatch.absent_device().gpu}")
     say(str(answer))
     kernel = answer.spec.name if answer.spec else None
     return {"device_is_here": here} | asdict(answer) | {"kernel": kernel}
-
-
-def _ragged(numbers: Any, lead: int) -> Any:
-    """Returns a product's dimension numbers with A's rows in groups and an axis of them in B.
-
-    Args:
-      numbers: those of `dot_general`, A being stored (M, K).
-      lead: batch axes, after which A has its rows and B its groups.
-    """
-    from jax import lax
-
-    ((a_k,), (b_k,)), batch = numbers
-    return lax.RaggedDotDimensionNumbers((([a_k], [b_k + 1]), batch), [lead], [lead])

@@ -39,7 +39,7 @@ from .report import CommandError, built, check_file, json_option, make_folder, s
     "--build-only",
     type=Path,
     metavar="FOLDER",
-    help="Compile what would be timed on an H200 into FOLDER, and stop: needs no GPU.",
+    help="Compile what would be timed into FOLDER, and stop: needs no GPU.",
 )
 @json_option
 def command(
@@ -76,9 +76,10 @@ def command(
 
 
 def build_candidates(problems: list[GemmProblem], count: int, folder: Path) -> dict[str, Any]:
-    specs = [s for p in problems for s in tuner.specs_to_try(p, dispatch.H200, count)]
+    device = dispatch.absent_device()
+    specs = [s for p in problems for s in tuner.specs_to_try(p, device, count)]
     if not specs:
-        reason = dispatch.choose(problems[0], dispatch.H200, kernel_only=True).reason
+        reason = dispatch.choose(problems[0], device, kernel_only=True).reason
         raise CommandError(f"there is no candidate to build: {reason}")
     make_folder(folder, "--build-only")
     return built(cubin.build(list(dict.fromkeys(specs)), folder=folder), folder)

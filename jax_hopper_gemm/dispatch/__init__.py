@@ -10,8 +10,11 @@ from .choice import choose_invariant as choose_invariant
 from .cost import estimate as estimate
 from .cost import fma_ns as fma_ns
 from .cost import pass_ns as pass_ns
+from .device import H100 as H100
 from .device import H200 as H200
 from .device import Device as Device
+from .device import absent_device as absent_device
+from .device import gpu_of as gpu_of
 from .legality import problem_violations as problem_violations
 from .table import TableError as TableError
 from .table import tables_of as tables_of

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
+
+Gpu = Literal["H100", "H200"]
+GPU_VARIABLE = "JAX_HOPPER_GEMM_GPU"
 
 
 @dataclass(frozen=True)
@@ -13,12 +18,12 @@ class Device:
     num_sms: int  # streaming multiprocessors that kernels may use
     limited: bool = False  # whether it has more of them, so that a kernel must keep to these
     comm_overlap: bool = False  # whether transfers between devices may hold SMs while a kernel runs
+    gpu: Gpu = "H200"  # whose measured choices it takes
 
     @property
     def key(self) -> str:
-        """The name of its table of measured choices: "sm90_132"."""
-        major, minor = self.compute_capability
-        return f"sm{major}{minor}_{self.num_sms}"
+        """The name of its table of measured choices: "h200_132"."""
+        return f"{self.gpu.lower()}_{self.num_sms}"
 
     def limited_to(self, max_sms: int | None) -> Device:
         """Returns the device for kernels that may use `max_sms` of its SMs; None: all."""
@@ -27,7 +32,26 @@ class Device:
         return replace(self, num_sms=max_sms, limited=True)
 
 
-H200 = Device((9, 0), 132)  # and H100 SXM: same SMs, less memory bandwidth
+H200 = Device((9, 0), 132)
+H100 = replace(H200, gpu="H100")  # the SXM module: same SMs, less memory bandwidth
+
+
+def gpu_of(kind: str) -> Gpu:
+    """Returns whose measured choices a GPU takes; `kind` is its full name."""
+    return "H100" if any(name in kind for name in ("H100", "H800")) else "H200"
+
+
+def absent_device() -> Device:
+    """Returns the GPU that kernels are chosen for where there is none: the variable's, or an H200.
+
+    Raises:
+      ValueError: JAX_HOPPER_GEMM_GPU names another GPU.
+    """
+    name = os.environ.get(GPU_VARIABLE) or "H200"
+    if name not in get_args(Gpu):
+        raise ValueError(f"{GPU_VARIABLE} is {name!r}; expected one of {', '.join(get_args(Gpu))}")
+    return replace(H200, gpu=cast(Gpu, name))
+
 
 # Rates that the model of time (`cost`) counts with.
 CYCLES_PER_NS = 1.755  # the clock under load; cycles are of this clock

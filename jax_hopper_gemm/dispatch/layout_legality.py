@@ -52,11 +52,8 @@ def layout_violations(problem: GemmProblem) -> list[str]:
 def _stride_violations(problem: GemmProblem) -> Iterator[str]:
     """Yields why a kernel that needs no tensor maps cannot address an array: strides are int32."""
     p = problem
-    arrays = {"A": p.a, "B": p.b, "D": p.d}
-    for name, layout in arrays.items():
-        for stride in (layout.leading_stride, layout.batch_stride if p.l > 1 else 0):
-            if not 0 <= stride <= MAX_INT32:
-                yield f"{name} has a stride of {stride} elements, not 0 to {MAX_INT32}: split it"
+    for name, layout in {"A": p.a, "B": p.b, "D": p.d}.items():
+        yield from _beyond_int32(name, layout, [layout.batch_stride] if p.l > 1 else [])
     if p.m > 1 and p.d.leading_stride < p.n or p.l > 1 and p.d.batch_stride < 1:
         yield "elements of D overlap: make a compact copy"
 
@@ -106,7 +103,7 @@ def _result_violations(problem: GemmProblem) -> list[str]:
         layout, extents = planes if paired else panel.d, {"m": p.m, "n": panel.n}
         strides = batch_strides(p, layout, batches)
         if p.loose_d:
-            reasons += _loose_violations(layout, strides)
+            reasons += _beyond_int32("D", layout, strides)
         else:
             reasons += _matrix_violations("D", layout, extents, strides, dtype)
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
@@ -122,11 +119,11 @@ def _result_violations(problem: GemmProblem) -> list[str]:
     return reasons
 
 
-def _loose_violations(layout: MatrixLayout, batch: list[int]) -> Iterator[str]:
-    """Yields why threads cannot address D, which no TMA stores: strides are int32."""
+def _beyond_int32(name: str, layout: MatrixLayout, batch: list[int]) -> Iterator[str]:
+    """Yields why threads cannot address an array without TMA: strides are int32."""
     for stride in (layout.leading_stride, *batch):
         if not 0 <= stride <= MAX_INT32:
-            yield f"D has a stride of {stride} elements, not 0 to {MAX_INT32}: split it"
+            yield f"{name} has a stride of {stride} elements, not 0 to {MAX_INT32}: split it"
 
 
 def _operand_violations(

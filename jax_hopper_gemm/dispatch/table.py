@@ -1,7 +1,7 @@
 """Measured choices as JSON data: read, check, look up, write; and those that a process uses.
 
-    {"version": 1,
-     "device": {"compute_capability": [9, 0], "num_sms": 132},
+    {"version": 2,
+     "device": {"gpu": "H200", "compute_capability": [9, 0], "num_sms": 132},
      "entries": [
        {"m": 4096, "n": 4096, "k": 4096, "l": 1, "a_major": "k", "b_major": "n",
         "a_dtype": "bfloat16", "b_dtype": "bfloat16", "d_dtype": "bfloat16",
@@ -29,17 +29,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from ..gemm.legality import violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
-from .device import Device
+from .device import Device, Gpu
 from .legality import pairing_violations
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 PACKAGED = Path(__file__).parent / "tables"
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
 
@@ -194,7 +194,8 @@ def read_or_start(path: Path, device: Device, option: str) -> Table:
 def write_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes `table`, sorted, one entry a line; the file changes at once or not at all."""
     device = table.device
-    head = {"compute_capability": list(device.compute_capability), "num_sms": device.num_sms}
+    head = {"gpu": device.gpu, "compute_capability": list(device.compute_capability)}
+    head |= {"num_sms": device.num_sms}
     rows = sorted(table.entries.values(), key=lambda entry: _order(entry.key))
     lines = ",\n".join("  " + json.dumps(_row(entry)) for entry in rows)
     text = (
@@ -289,13 +290,15 @@ def _raster_order(value: Any) -> RasterOrder:
 
 
 def _device(value: Any) -> Device:
-    _expect_fields(value, {"compute_capability", "num_sms"}, "device has")
+    _expect_fields(value, {"gpu", "compute_capability", "num_sms"}, "device has")
+    if value["gpu"] not in get_args(Gpu):
+        raise _Bad(f"gpu is {value['gpu']!r}, not one of {', '.join(get_args(Gpu))}")
     capability = _expect(value["compute_capability"], list, "compute_capability")
     if len(capability) != 2 or not all(type(part) is int for part in capability):
         raise _Bad(f"compute_capability is {capability}, not [major, minor]")
     if _expect(value["num_sms"], int, "num_sms") < 1:
         raise _Bad(f"num_sms is {value['num_sms']}, not at least 1")
-    return Device((capability[0], capability[1]), value["num_sms"])
+    return Device((capability[0], capability[1]), value["num_sms"], gpu=value["gpu"])
 
 
 def _microseconds(value: Any, name: str) -> float | None:
@@ -327,11 +330,14 @@ def _expect_fields(value: Any, names: set[str], subject: str = "it has") -> None
 def tables_of(device: Device) -> tuple[Table, ...]:
     """Returns the tables for a kind of GPU, the first of which that has a problem decides.
 
+    Those of an H200 are the last of any GPU of as many SMs.
+
     Raises:
       TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
-    tables = (*_environment_tables(), packaged_table(device))
-    return tuple(table for table in tables if table.device == device)
+    devices = dict.fromkeys((device, replace(device, gpu="H200")))
+    tables = ((d, table) for d in devices for table in (*_environment_tables(), packaged_table(d)))
+    return tuple(table for d, table in tables if table.device == d)
 
 
 @functools.cache

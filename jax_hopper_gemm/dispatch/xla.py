@@ -4,7 +4,8 @@ XLA's kernels are not ours to model: which it takes for a product follows no rul
 So boosted trees predict the logarithm of its time over ours, from what the product is and what our
 own model of cost says of it. `benchmarks/survey.py` measures, `benchmarks/fit_xla.py` fits. The
 fit is for dense products of 16-bit operands, one matrix each, on all SMs of the GPU measured; what
-was measured is bfloat16, on an H200.
+was measured is bfloat16, on an H200 and an H100, whose ratios of times differ too little to tell
+apart.
 """
 
 from __future__ import annotations
@@ -96,13 +97,13 @@ def is_surveyed(problem: GemmProblem, device: Device) -> bool:
 
 def fit_for(problem: GemmProblem, device: Device) -> Fit | None:
     """Returns the fit for a product on a kind of GPU, if there is one."""
-    return read_fit(device.key) if is_surveyed(problem, device) else None
+    return read_fit(device.num_sms) if is_surveyed(problem, device) else None
 
 
 @lru_cache
-def read_fit(key: str) -> Fit | None:
-    """Returns the packaged fit for a kind of GPU, `Device.key`."""
-    path = FITS / f"xla_{key}.json"
+def read_fit(num_sms: int) -> Fit | None:
+    """Returns the packaged fit for GPUs of so many SMs."""
+    path = FITS / f"xla_{num_sms}.json"
     if not path.exists():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from . import op_table
 from .axes import REDUCTIONS, Axes, Place
 from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, flatten
 from .graph_builder import Builder
-from .leftover import Finished, Step, arrange, finish_by
+from .leftover import Finished, Step, arrange, finish
 from .segments import GroupedProgram, GroupedRows
 from .tracker import Reduction, Stack, SumExp, TopK, Tracker
 
@@ -164,8 +165,8 @@ class _Cut:
             labels=tuple(leaf.labels for leaf in leaves),
             results=tuple(map(self._labels, kept)),
             uncovered=self._uncovered(),
-            finish=finish_by(
-                {result: self._shape(result) for result in kept},
+            finish=partial(
+                finish, {result: self._shape(result) for result in kept},
                 dict(zip(requested, spelled, strict=True)), tuple(steps),
                 self._program.inputs[self._num_accumulators :], self._program.outputs,
             ),

@@ -45,7 +45,7 @@ def evaluate(
     extents = dict(zip(out, values[0].shape, strict=True))
     for x, names, operand in zip(arrays[graph.accumulators :], labels, graph.operands, strict=True):
         x = x if operand.dtype == "bool" else x.astype(jnp.float32)
-        values.append(_along(x, names, out))
+        values.append(along(x, names, out))
     for node in graph.nodes:
         arguments = [values[i] for i in node.args]
         values.append(evaluation.node(node, arguments, extents))
@@ -65,7 +65,7 @@ def reduced_by(result: Result, out: str, m: str, n: str) -> tuple[str, Literal["
     return letters, "add" if result.kind.endswith("sum") else "max"
 
 
-def _along(x: jax.Array, names: str, out: str) -> jax.Array:
+def along(x: jax.Array, names: str, out: str) -> jax.Array:
     """Returns an array with the axes `names` as one that broadcasts against `out`."""
     if not names:
         return x.reshape(())

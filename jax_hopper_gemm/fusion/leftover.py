@@ -43,40 +43,37 @@ def arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) -
     return lax.convert_element_type(array, variable.dtype)
 
 
-def finish_by(
+def finish(
     kept: dict[Result, tuple[int, ...]],
     spelled: dict[Result, Result],
     steps: tuple[Step, ...],
     operands: tuple[Variable, ...],
     outputs: tuple[Atom, ...],
-) -> Callable[..., list[Any]]:
-    """Returns `Fusion.finish`.
+    *arrays: Any,
+) -> list[Any]:
+    """Does what `Fusion.finish` says, for the `arrays` that it is given.
 
     `kept` are the results of the kernel in order, with the shapes of their finished arrays;
     `spelled` has for each result that a step needs the kernel's result that holds it.
     """
+    waiting = list(arrays)
+    by_source: Finished = {}
+    for result, shape in kept.items():
+        if result.kind == "row_sumexp":
+            by_source[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
+        elif result.plane == 0:
+            by_source[result] = jnp.reshape(waiting.pop(0), shape)
+    finished = {
+        result: by_source[source][0] if result != source else by_source[source]
+        for result, source in spelled.items()
+        if source in by_source
+    }
+    values: dict[Variable, Any] = dict(zip(operands, waiting, strict=True))
 
-    def finish(*arrays: Any) -> list[Any]:
-        waiting = list(arrays)
-        by_source: Finished = {}
-        for result, shape in kept.items():
-            if result.kind == "row_sumexp":
-                by_source[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
-            elif result.plane == 0:
-                by_source[result] = jnp.reshape(waiting.pop(0), shape)
-        finished = {
-            result: by_source[source][0] if result != source else by_source[source]
-            for result, source in spelled.items()
-            if source in by_source
-        }
-        values: dict[Variable, Any] = dict(zip(operands, waiting, strict=True))
+    def read(atom: Atom) -> Any:
+        return atom.array if isinstance(atom, Constant) else values[atom]
 
-        def read(atom: Atom) -> Any:
-            return atom.array if isinstance(atom, Constant) else values[atom]
-
-        for step in steps:
-            results = step.compute(finished, *map(read, step.inputs))
-            values.update(zip(step.outputs, results, strict=True))
-        return [jnp.asarray(read(atom)) for atom in outputs]
-
-    return finish
+    for step in steps:
+        results = step.compute(finished, *map(read, step.inputs))
+        values.update(zip(step.outputs, results, strict=True))
+    return [jnp.asarray(read(atom)) for atom in outputs]

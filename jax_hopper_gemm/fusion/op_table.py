@@ -7,6 +7,7 @@ keep more digits between two such operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..gemm.dtypes import DTYPES, EPILOGUE, QUANTIZED, RESULTS, names
@@ -59,23 +60,19 @@ def as_number(builder: Builder, predicate: int) -> int:
     return builder.node("select", predicate, builder.constant(1.0), builder.constant(0.0))
 
 
-def _plain(op: str, *, of_bools: bool = False) -> Rule:
-    def rule(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
-        if "bool" in dtypes and not of_bools:
-            raise Uncovered(op)
+def _plain(
+    op: str, b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any, of_bools: bool = False
+) -> int:
+    if "bool" in dtypes and not of_bools:
+        raise Uncovered(op)
+    return b.node(op, *args)
+
+
+def _equality(op: str, b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
+    if "bool" not in dtypes:
         return b.node(op, *args)
-
-    return rule
-
-
-def _equality(op: str) -> Rule:
-    def rule(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
-        if "bool" not in dtypes:
-            return b.node(op, *args)
-        differ = b.node("xor", *args)
-        return b.node("not", differ) if op == "eq" else differ
-
-    return rule
+    differ = b.node("xor", *args)
+    return b.node("not", differ) if op == "eq" else differ
 
 
 def _convert(b: Builder, args: Sequence[int], dtypes: Sequence[str], dtype: str, *_: Any) -> int:
@@ -158,11 +155,11 @@ _PLAIN = (
 SAME = ("copy", "stop_gradient", "pvary", "reshard")  # operations that change no number
 _CONVERSIONS = ("convert_element_type", *SAME)
 _RULES: dict[str, Rule] = {
-    **{op: _plain(op) for op in _PLAIN},
-    **{op: _plain(op, of_bools=True) for op in ("and", "or", "xor", "not")},
-    **{op: _equality(op) for op in ("eq", "ne")},
+    **{op: partial(_plain, op) for op in _PLAIN},
+    **{op: partial(_plain, op, of_bools=True) for op in ("and", "or", "xor", "not")},
+    **{op: partial(_equality, op) for op in ("eq", "ne")},
     **dict.fromkeys(SAME, lambda b, args, *_: args[0]),
-    "add_any": _plain("add"),
+    "add_any": partial(_plain, "add"),
     "convert_element_type": _convert,
     "reduce_precision": _reduce_precision,
     "select_n": _select,

@@ -92,7 +92,8 @@ def accelerate(
         # Tracers of JAX make the objects of their calls; `jax.grad` hands on its caller's.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         made = caller.startswith("jax._src.interpreters.")
-        held = [not (made and _is_traced(x)) for x in _objects_in((args, kwargs))]
+        leaves = map(jax.tree.leaves, _objects_in((args, kwargs)))
+        held = [not (made and any(isinstance(x, Tracer) for x in own)) for own in leaves]
 
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -107,10 +108,6 @@ def accelerate(
         return run_with_our_products(checked, args, kwargs, Rewriting(implementation, fuse, recipe))
 
     return accelerated
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def _objects_in(tree: Any) -> list[Any]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
-from math import prod
 from typing import Any
 
 from ..fusion.op_table import COMPARISONS
 from ..fusion.residuals import variables
-from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone
+from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone, nbytes
 from .program import Program, converts_sums
 
 _EXACT = ("eq", "ne")
@@ -107,7 +106,7 @@ class Dependences:
         """Whether a matrix is read more than once, and less to read than what it is made of."""
         if self.program.uses[variable] <= 1:
             return False
-        return _nbytes(variable) < sum(map(_nbytes, self._sources(made_of)))
+        return nbytes(variable) < sum(map(nbytes, self._sources(made_of)))
 
     def _sources(self, made_of: Iterable[Any]) -> set[Any]:
         """Returns what matrices without products are made of in the end."""
@@ -259,7 +258,3 @@ def dependence(equations: Sequence[Any], among: Iterable[int]) -> Callable[[int,
 
 def _is_matrix(variable: Any) -> bool:
     return sum(extent > 1 for extent in variable.aval.shape) > 1
-
-
-def _nbytes(variable: Any) -> int:
-    return prod(variable.aval.shape) * variable.aval.dtype.itemsize

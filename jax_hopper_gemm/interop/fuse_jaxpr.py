@@ -25,21 +25,13 @@ from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences
-from .kinds import PRODUCTS, Along, is_inlined
+from .kinds import PRODUCTS, Along, is_inlined, nbytes
 from .placement import in_place, updates_ordered
 from .program import Program
 from .region import Region
 from .regions import Regions
-from .together import launched_together
+from .together import NoPlace, launched_together
 from .wide import Function, sum_dtype, widened
-
-
-class _Cycle(Exception):
-    """A region cannot run before what it reads."""
-
-    def __init__(self, region: Region):
-        super().__init__(region)
-        self.region = region
 
 
 def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -70,8 +62,8 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
             try:
                 ordered = launched_together(_Order(dependences, launches, results).equations)
                 return updates_ordered(ordered, results), results
-            except _Cycle as cycle:
-                refused = [cycle.region]
+            except NoPlace as error:
+                refused = [error.launched]
         for region in refused:  # less of it is tried
             if region.sums:
                 along = min(region.sums)  # columns first
@@ -234,7 +226,7 @@ def _refusal(equations: Sequence[Any], region: Region, launch: Any, device: Devi
     products = [equations[number] for number in region.products]
     atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
     requests = tuple(map(request_of, products))
-    moved, again = (sum(_bytes(x.aval) for x in group) for group in (atoms, region.kept))
+    moved, again = (sum(nbytes(x) for x in group) for group in (atoms, region.kept))
     twice = "columns" in region.sums  # what meets statistics of its rows is read after them
     times = expected_us(request_of(launch), requests, moved, 0 if twice else again, device)
     if isinstance(times, str):
@@ -289,7 +281,7 @@ def saved_us(equation: Any) -> float:
     """Returns what epilogues in a kernel are expected to save; 0 where no kernel computes them."""
     request = request_of(equation)
     atoms = (*equation.invars[1 + len(request.rhs_shapes) :], *equation.outvars)
-    moved, products = sum(_bytes(x.aval) for x in atoms), list[Request]()
+    moved, products = sum(nbytes(x) for x in atoms), list[Request]()
     for each in request.apart:
         assert each.function
         stored = each.accumulators * prod(each.function.in_avals[0].shape)
@@ -300,17 +292,13 @@ def saved_us(equation: Any) -> float:
     return 0.0 if isinstance(times, str) else times[1] - times[0]
 
 
-def _bytes(aval: Any) -> int:
-    return prod(aval.shape) * aval.dtype.itemsize
-
-
 class _Order:
     """The equations of a program with its regions, each where its last equation was.
 
     Equations that nothing reads any more are left out.
 
     Raises:
-      _Cycle: a region reads what is computed from its own outputs.
+      NoPlace: a region reads what is computed from its own outputs.
     """
 
     def __init__(
@@ -352,9 +340,9 @@ class _Order:
                 self._emit(equation)
                 continue
             if region is None and number in self._within:  # not stored
-                raise _Cycle(self._within[number])
+                raise NoPlace(self._within[number])
             if region in entered or self._kinds[number] == "other":  # it comes later
-                raise _Cycle(next(x for x in entered[::-1] if x.outputs[0] not in self._done))
+                raise NoPlace(next(x for x in entered[::-1] if x.outputs[0] not in self._done))
             if region:
                 entered.append(region)
             pending.append((variable, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 from typing import Literal as OneOf
 
@@ -129,6 +130,10 @@ def meets(x: Any, equation: Any) -> bool:
 
 def _without_units(x: Any) -> list[Any]:
     return [extent for extent in x.aval.shape if extent != 1]
+
+
+def nbytes(variable: Any) -> int:
+    return prod(variable.aval.shape) * variable.aval.dtype.itemsize
 
 
 def moves_units_alone(equation: Any) -> bool:

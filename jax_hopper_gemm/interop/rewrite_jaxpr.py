@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -251,10 +252,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     if fuse:
         inner = inner.replace(eqns=with_products(inner.eqns))
     weights = Weights(inner, rewriting.weights)
-
-    def recipe_of(equation: Any) -> ByRecipe | None:
-        return _recipe_of(equation, rewriting.recipe, weights)
-
+    recipe_of = partial(_recipe_of, recipe=rewriting.recipe, weights=weights)
     new: list[Any] = []
     for equation in hopper_equations(inner, Options(rewriting.implementation), chosen, recipe_of):
         if equation.primitive.name == RAGGED and chosen(equation):
@@ -277,9 +275,7 @@ def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByReci
     DeepSeek-V3.
     """
     _, (batch, _) = equation.params["dimension_numbers"]
-    if recipe is None or batch:
-        return None
-    if not _of_halves(equation):
+    if recipe is None or batch or not _of_halves(equation):
         return None
     left, right = weights.marks(equation.invars)
     if right:
@@ -322,7 +318,7 @@ def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:
         return equation
     for name, change in _RULES.items():
         if name in params:
-            params[name] = change(params[name], rewriting)
+            params[name] = _changed(params[name], partial(change, rewriting))
     return equation.replace(params=params)
 
 
@@ -352,37 +348,29 @@ def _multiplies(params: dict[str, Any]) -> bool:
     )
 
 
-def _traced_rule(rule: Any, rewriting: Rewriting) -> Any:
-    """Wraps a derivative rule that returns a jaxpr and further values."""
-
-    def changed(*zeros: Any) -> Any:
-        program, *extras = rule.call_wrapped(*zeros)
-        return (with_our_products(program, rewriting), *extras)
-
-    return lu.wrap_init(changed, debug_info=rule.debug_info)
+def _changed(function: Any, change: Callable[..., Any]) -> Any:
+    """Returns a function as `change` calls it, in the wrapper of JAX that rules are in."""
+    if not isinstance(function, lu.WrappedFun):
+        return partial(change, function)
+    return lu.wrap_init(partial(change, function.call_wrapped), debug_info=function.debug_info)
 
 
-def _traced_function(function: Any, rewriting: Rewriting) -> Any:
-    def changed() -> Any:
-        program, consts = function()
-        return with_our_products(program, rewriting), consts
-
-    return changed
+def _traced(rewriting: Rewriting, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function that returns a jaxpr and further values."""
+    program, *extras = function(*args)
+    return (with_our_products(program, rewriting), *extras)
 
 
-def _backward_rule(rule: Any, rewriting: Rewriting) -> Any:
-    def changed(*args: Any) -> Any:
-        return run_with_our_products(rule.call_wrapped, args, {}, rewriting)
-
-    return lu.wrap_init(changed, debug_info=rule.debug_info)
+def _run(rewriting: Rewriting, function: Callable[..., Any], *args: Any) -> Any:
+    return run_with_our_products(function, args, {}, rewriting)
 
 
 # Parameters that JAX traces to programs later, for a derivative or a part of the results.
 _RULES = {
-    "jvp_jaxpr_fun": _traced_rule,
-    "fwd_jaxpr_thunk": _traced_rule,
-    "fun_jaxpr_thunk": _traced_function,
-    "bwd": _backward_rule,
+    "jvp_jaxpr_fun": _traced,
+    "fwd_jaxpr_thunk": _traced,
+    "fun_jaxpr_thunk": _traced,
+    "bwd": _run,
 }
 
 

@@ -33,9 +33,9 @@ LEAST_ROW, LEAST_MOVED = 64, 2**20  # elements of a row, and of all that are put
 
 
 def _replaced(
-    equations: Iterable[Any], chosen: Callable[[Any], bool], function_of: Callable[[Any], Any]
+    equations: Iterable[Any], chosen: Callable[[Any], bool], function: Callable[..., Any]
 ) -> list[Any]:
-    """Returns the equations, those chosen of the scatters into zeros as other functions."""
+    """Returns the equations; instead of scatters into zeros that are chosen those of `function`."""
     new: list[Any] = []
     zeros: set[Any] = set()
     for equation in equations:
@@ -46,7 +46,7 @@ def _replaced(
             if one_device and chosen(equation):
                 with equation.ctx.manager:  # of its mesh
                     avals = [x.aval for x in equation.invars]
-                    new += spliced(equation, traced(function_of(equation), *avals))
+                    new += spliced(equation, traced(partial(function, equation), *avals))
                 continue
         new.append(equation)
     return new
@@ -78,21 +78,17 @@ def _is_pick(equation: Any) -> bool:
     )
 
 
-def _choice(equation: Any) -> Callable[..., Any]:
-    """Returns a function that chooses the update where the index is that of the element."""
-    numbers, shape = equation.params["dimension_numbers"], equation.outvars[0].aval.shape
+def _choice(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+    """Chooses the update where the index is that of the element."""
+    numbers, shape = equation.params["dimension_numbers"], zeros.shape
     (axis,), batch = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
     rows = [shape[x] for x in batch]
-
-    def chosen(zeros: Any, indices: Any, updates: Any) -> Any:
-        indices = _counting(indices, equation.params["mode"], shape[axis])
-        indices, updates = (
-            lax.broadcast_in_dim(lax.reshape(x, rows), shape, batch) for x in (indices, updates)
-        )
-        along = lax.broadcasted_iota(indices.dtype, shape, axis)
-        return lax.select(along == indices, updates, lax.full_like(updates, 0))
-
-    return chosen
+    indices = _counting(indices, equation.params["mode"], shape[axis])
+    indices, updates = (
+        lax.broadcast_in_dim(lax.reshape(x, rows), shape, batch) for x in (indices, updates)
+    )
+    along = lax.broadcasted_iota(indices.dtype, shape, axis)
+    return lax.select(along == indices, updates, lax.full_like(updates, 0))
 
 
 def _is_lookup(equation: Any) -> bool:
@@ -128,33 +124,25 @@ def _adds_rows(equation: Any) -> bool:
     )
 
 
-def _product(equation: Any) -> Callable[..., Any]:
-    """Returns a function that multiplies the updates by ones at their indices and zeros."""
-
-    def product(zeros: Any, indices: Any, updates: Any) -> Any:
-        extent = zeros.shape[0]
-        indices = _counting(indices, equation.params["mode"], extent)
-        axes = tuple(range(indices.ndim - 1))
-        along = lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], extent), len(axes))
-        ones = lax.convert_element_type(along == indices, updates.dtype)
-        numbers = ((axes, axes), ((), ()))
-        return lax.dot_general(ones, updates, numbers, preferred_element_type=updates.dtype)
-
-    return product
+def _product(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+    """Multiplies the updates by ones at their indices and zeros."""
+    extent = zeros.shape[0]
+    indices = _counting(indices, equation.params["mode"], extent)
+    axes = tuple(range(indices.ndim - 1))
+    along = lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], extent), len(axes))
+    ones = lax.convert_element_type(along == indices, updates.dtype)
+    numbers = ((axes, axes), ((), ()))
+    return lax.dot_general(ones, updates, numbers, preferred_element_type=updates.dtype)
 
 
-def _row_sums(equation: Any) -> Callable[..., Any]:
-    """Returns a function that adds the updates to the rows at their indices."""
-
-    def row_sums(zeros: Any, indices: Any, updates: Any) -> Any:
-        length = zeros.shape[0]
-        indices = _counting(indices, equation.params["mode"], length)
-        rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")
-        x = lax.reshape(updates, (rows.size, zeros.size // length))
-        total = add_rows_p.bind(x, rows, length=length, scattered=True)
-        return lax.reshape(total, zeros.shape)
-
-    return row_sums
+def _row_sums(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+    """Adds the updates to the rows at their indices."""
+    length = zeros.shape[0]
+    indices = _counting(indices, equation.params["mode"], length)
+    rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")
+    x = lax.reshape(updates, (rows.size, zeros.size // length))
+    total = add_rows_p.bind(x, rows, length=length, scattered=True)
+    return lax.reshape(total, zeros.shape)
 
 
 def _counting(indices: Any, mode: Any, extent: int) -> Any:
@@ -167,6 +155,6 @@ def _counting(indices: Any, mode: Any, extent: int) -> Any:
 
 
 # One number a row becomes a choice, many 16-bit rows into few a product, others `add_rows`.
-with_choices = partial(_replaced, chosen=_is_pick, function_of=_choice)
-with_products = partial(_replaced, chosen=_is_lookup, function_of=_product)
-with_row_sums = partial(_replaced, chosen=_puts_back, function_of=_row_sums)
+with_choices = partial(_replaced, chosen=_is_pick, function=_choice)
+with_products = partial(_replaced, chosen=_is_lookup, function=_product)
+with_row_sums = partial(_replaced, chosen=_puts_back, function=_row_sums)

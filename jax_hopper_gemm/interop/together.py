@@ -24,12 +24,12 @@ from ..primitives.fused_dot import hopper_fused_p
 from .dependences import dependence
 
 
-class _NoPlace(Exception):
-    """A group's launch has no place among the equations."""
+class NoPlace(Exception):
+    """A launch has no place among the equations: it cannot run before what it reads."""
 
-    def __init__(self, group: list[_Member]):
-        super().__init__(group)
-        self.group = group
+    def __init__(self, launched: Any):
+        super().__init__(launched)
+        self.launched = launched  # a group of products, or a region
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
     while groups:
         try:
             return _ordered(equations, groups)
-        except _NoPlace as found:
-            groups.remove(found.group)
+        except NoPlace as found:
+            groups.remove(found.launched)
     return list(equations)
 
 
@@ -180,7 +180,7 @@ def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[
     """Returns the equations with a launch for each group.
 
     Raises:
-      _NoPlace: a launch would need what is computed from its results, or pull an equation with
+      NoPlace: a launch would need what is computed from its results, or pull an equation with
         effects before others.
     """
     launches = {group[-1].number: (group, _launch(equations, group)) for group in groups}
@@ -201,7 +201,7 @@ def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[
                 continue
             if number in entered or (number != first and equation.effects):
                 waiting = (x for x in reversed(entered) if x in launches and x not in done)
-                raise _NoPlace(launches[next(waiting)][0])
+                raise NoPlace(launches[next(waiting)][0])
             entered[number] = None
             pending.append((number, True))
             needed = (makers.get(x) for x in variables(equation.invars))

@@ -44,5 +44,4 @@ def _plan(
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
         params=in_kernel_order(spec, values),
-        first_workspace=len(pointers),
     )

@@ -52,7 +52,6 @@ class LaunchPlan:
     smem_bytes: int
     params: tuple[Param, ...]
     workspaces: tuple[int, ...] = ()  # bytes of scratch memory: extra results of the call
-    first_workspace: int = 3
 
     def encode(self) -> tuple[int, ...]:
         """Returns int64 words: version, grid, cluster, threads, smem, cleared, params.
@@ -102,7 +101,7 @@ def make_plan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
         cluster=(spec.cluster_m, spec.cluster_n, 1), threads=spec.threads,
         smem_bytes=spec.smem_bytes, params=in_kernel_order(spec, values),
-        workspaces=tuple(workspaces.values()), first_workspace=first,
+        workspaces=tuple(workspaces.values()),
     )  # fmt: skip
 
 

@@ -95,13 +95,14 @@ def current_device(candidates: Sequence[Any] = ()) -> dispatch.Device:
     """Returns the kind of GPU a program is lowered for.
 
     That is the first of `candidates` that is a CUDA device, else this process's first one,
-    else, for want of any, the H200.
+    else, for want of any, `absent_device`.
     """
     for device in (*candidates, *_local_cuda_devices()):
         if capability := getattr(device, "compute_capability", None):
             major, minor = str(capability).split(".")
-            return dispatch.Device((int(major), int(minor)), int(device.core_count))
-    return dispatch.H200
+            gpu = dispatch.gpu_of(getattr(device, "device_kind", ""))
+            return dispatch.Device((int(major), int(minor)), int(device.core_count), gpu=gpu)
+    return dispatch.absent_device()
 
 
 @memoised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from .call import CUT, Call
 from .canonical import scale_letters
 from .cutting import cut_along
 from .devices import lowers_shard
+from .register import lower_jaxpr
 from .request import Request
 from .route import Route
 
@@ -36,20 +38,20 @@ class Array(NamedTuple):
     def of(cls, value: Any, dtype: Any) -> Array:
         return cls(value, ShapedArray(tuple(value.type.shape), np.dtype(dtype)))
 
-    def changed(
-        self, ctx: mlir.LoweringRuleContext, function: Callable[..., Any], out: ShapedArray
-    ) -> Array:
+    def changed(self, ctx: mlir.LoweringRuleContext, function: Callable[..., Any]) -> list[Array]:
         """Returns what XLA makes of the array by a function."""
-        lower = mlir.lower_fun(function, multiple_results=False)
-        (value,) = lower(ctx.replace(avals_in=[self.aval], avals_out=[out]), self.value)
-        return Array(value, out)
+        closed: Any = traced(function, self.aval)
+        values = lower_jaxpr(ctx.replace(avals_in=[self.aval]), closed, self.value)
+        return list(map(Array, values, closed.out_avals))
 
 
 def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the arrays that a launch reads, in their order."""
     follows = _epilogue_operands(ctx, call, route) if route.fusion else []
     integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
-    return [*_factors(ctx, call, route), *follows, *integers, *_scales(ctx, call, route)]
+    scales = _group_scales if call.request.k_group else _block_scales
+    of_scales = scales(ctx, call, route) if call.scales else []
+    return [*_factors(ctx, call, route), *follows, *integers, *of_scales]
 
 
 def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
@@ -88,29 +90,27 @@ def _in_parts(
     """
     first = min(map(of.index, contracted))
     cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
-    (out,) = traced(cut, array.aval).out_avals
-    parts = array.changed(ctx, cut, out)
+    (parts,) = array.changed(ctx, cut)
     parts.value.owner.attributes[CUT] = ir.UnitAttr.get()
     return parts
 
 
 def _with_whole_line(ctx: mlir.LoweringRuleContext, array: Array) -> Array:
     """Returns an operand whose lines XLA pads with zeros to multiples of 16 bytes."""
-    aval = array.aval
-    missing = -aval.shape[-1] % (TMA_ALIGNMENT // aval.dtype.itemsize)
-    padding = [(0, 0)] * (aval.ndim - 1) + [(0, missing)]
-    whole = ShapedArray((*aval.shape[:-1], aval.shape[-1] + missing), aval.dtype)
-    return array.changed(ctx, lambda x: jnp.pad(x, padding), whole)
+    missing = -array.aval.shape[-1] % (TMA_ALIGNMENT // array.aval.dtype.itemsize)
+    padding = [(0, 0)] * (array.aval.ndim - 1) + [(0, missing)]
+    (whole,) = array.changed(ctx, lambda x: jnp.pad(x, padding))
+    return whole
 
 
 def _stored(ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """Returns an operand as a kernel reads it: int4 packed in uint8, by XLA if it is not yet."""
     if (packed := DTYPES[dtype].packed) == 1:
         return Array(value, ShapedArray(shape, dtype))
-    stored = ShapedArray((*shape[:-1], shape[-1] // packed), np.dtype(np.uint8))
     if str(value.type.element_type) == DTYPES[dtype].mlir:
-        return Array(value, ShapedArray(shape, np.dtype(jnp.int4))).changed(ctx, pack, stored)
-    return Array(value, stored)
+        (stored,) = Array(value, ShapedArray(shape, np.dtype(jnp.int4))).changed(ctx, pack)
+        return stored
+    return Array(value, ShapedArray((*shape[:-1], shape[-1] // packed), np.dtype(np.uint8)))
 
 
 def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
@@ -122,8 +122,7 @@ def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) 
         for index, operand in zip(part.fusion.operands, part.fusion.graph.operands, strict=True):
             array, dtype = of_part[index], operand.dtype
             if name_of(array.aval.dtype) != dtype:
-                converted = ShapedArray(array.aval.shape, np.dtype(jnp.dtype(dtype)))
-                array = array.changed(ctx, lambda x, to=dtype: x.astype(to), converted)
+                (array,) = array.changed(ctx, lambda x, to=dtype: x.astype(to))
             inputs.append(array)
     return inputs
 
@@ -184,13 +183,6 @@ def _kept(value: ir.Value) -> bool:
     return not any(name in ir.DictAttr(attributes) for name in donated)
 
 
-def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns scales of blocks or along K, if there are any, in the kernel's order."""
-    if call.request.k_group:
-        return _group_scales(ctx, call, route)
-    return _block_scales(ctx, call, route) if call.request.blocks else []
-
-
 def _block_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the block scales, in the kernel's order and as it reads them."""
     assert route.gemm
@@ -198,10 +190,8 @@ def _block_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> li
     values = call.scales[::-1] if route.gemm.swap_ab else call.scales
     for value, scales in zip(values, (p.a_scales, p.b_scales), strict=True):
         assert scales
-        array = Array.of(value, np.float32)
-        *lead, _, along_k = array.aval.shape
-        out = ShapedArray((*lead, along_k, scales.k_stride), array.aval.dtype)
-        inputs.append(array.changed(ctx, partial(_as_read, length=scales.k_stride), out))
+        as_read = partial(_as_read, length=scales.k_stride)
+        inputs += Array.of(value, np.float32).changed(ctx, as_read)
     return inputs
 
 
@@ -210,14 +200,8 @@ def _group_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> li
     assert route.gemm
     request, problem = call.request, route.gemm.problem
     arranged = partial(_by_groups, request=request, problem=problem)
-    inputs = []
-    for value in call.scales:
-        array = Array.of(value, np.float32)
-        outs = traced(arranged, array.aval).out_avals
-        lower = mlir.lower_fun(arranged, multiple_results=True)
-        found = lower(ctx.replace(avals_in=[array.aval], avals_out=outs), value)
-        inputs += map(Array, found, outs)
-    return inputs
+    each = (Array.of(value, np.float32).changed(ctx, arranged) for value in call.scales)
+    return list(chain.from_iterable(each))
 
 
 def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> list[jax.Array]:

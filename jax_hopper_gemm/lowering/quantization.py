@@ -59,8 +59,10 @@ def lower_quantize(
     launch = (None if picks else _launch_for(ctx, x, spec)) or _emit(ctx, spec, x, *picks)
     way = "transposed_" if transposed else ""
     scale = launch.results[f"{way}scales" if block == 1 else "tile_scales"]
-    turned = transposed or block == 1  # a kernel writes scales of lines by lines last
-    return [launch.results[f"{way}values"], _turned(ctx, scale) if turned else scale]
+    if transposed or block == 1:  # a kernel writes scales of lines by lines last
+        (turned,) = Array.of(scale, np.float32).changed(ctx, lambda y: jnp.swapaxes(y, -1, -2))
+        scale = turned.value
+    return [launch.results[f"{way}values"], scale]
 
 
 class _Launch:
@@ -157,11 +159,3 @@ def _launches_of(x: Any) -> Iterator[_Launch]:
                     spec = spec_from_json(text)
                     assert isinstance(spec, QuantizeSpec)
                     yield _Launch(operation, spec)
-
-
-def _turned(ctx: mlir.LoweringRuleContext, scale: Any) -> Any:
-    """Returns scales with their last two axes exchanged."""
-    array = Array.of(scale, np.float32)
-    *lead, first, second = array.aval.shape
-    out = ShapedArray((*lead, second, first), array.aval.dtype)
-    return array.changed(ctx, lambda y: jnp.swapaxes(y, -1, -2), out).value

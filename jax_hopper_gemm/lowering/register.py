@@ -62,16 +62,13 @@ def register_lowering(
         on_cuda, elsewhere = partial(on_cuda_p.bind, **params), partial(reference, **params)
         return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
 
-    def expanded(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-        return lower_fun_once(EXPANDED[primitive])(ctx, *values, **params)
-
     to_each = mlir.lower_fun(for_each, multiple_results=primitive.multiple_results)
 
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         product = params.get("product")
         if product and product.options.recipe:
             if not _cuts_rows(ctx, product):
-                return expanded(ctx, *values, **params)
+                return lower_fun_once(EXPANDED[primitive])(ctx, *values, **params)
             params["product"] = product = product.with_options(recipe=None)
         platforms = platforms_of(ctx)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from ..dispatch.canonical import ShapedProduct
 from ..fusion.jaxprs import ClosedJaxpr
-from ..gemm.dtypes import short_name
+from ..gemm.dtypes import name_of, short_name
 from ..gemm.groups import is_varlen_k
-from ..gemm.product import Options
+from ..gemm.product import Options, Product
 from ..gemm.spec import PROMOTION_K
 
 
@@ -38,6 +38,14 @@ class Request(ShapedProduct):
     # outermost of `Subscripts.columns`; `rhs_shape` is that of all. Else there are none.
     panels: tuple[int, ...] = ()
     functions: tuple[ClosedJaxpr, ...] = ()  # the epilogues of these, if they have some
+
+    @classmethod
+    def of(cls, product: Product, lhs: Any, rhs: Any, out: Any, **further: Any) -> Request:
+        """Returns what is asked of a product of abstract values; `out` is its first result's."""
+        return cls(
+            product.subscripts, lhs.shape, name_of(lhs.dtype), rhs.shape, name_of(rhs.dtype),
+            name_of(out.dtype), product.options, **further,
+        )  # fmt: skip
 
     def __hash__(self) -> int:
         """Is asked often: what mostly tells requests of a program apart is enough."""

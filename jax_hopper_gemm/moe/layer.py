@@ -15,13 +15,12 @@ from ..ops.checks import layers, names_itself
 from ..ops.dense import Implementation
 from ..ops.quantized import Quantized, as_quantized, is_quantized
 from ..ops.recipes import Recipe
-from ..primitives.auto_axes import kept_sharding
+from ..primitives.auto_axes import in_auto_axes, kept_sharding
 from .expert_parallel import EXCHANGES, Exchange
 from .router import (
     Score,
     Statistics,
     as_jax,
-    by_xla,
     combine_rows,
     dispatch_rows,
     route_tokens,
@@ -119,7 +118,7 @@ def mixture_of_experts(
         return y.reshape(x.shape), statistics
 
     shardings = kept_sharding(x, x.shape), PartitionSpec()
-    return by_xla(layer, shardings, x, kernel, rights, down, scale, selection_bias)
+    return in_auto_axes(layer, shardings, x, kernel, rights, down, scale, selection_bias)
 
 
 @names_itself
@@ -178,7 +177,7 @@ def grouped_mlp(
             hidden, down, sizes, precision, recipe=recipe, implementation=implementation
         )
 
-    return by_xla(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
+    return in_auto_axes(mlp, kept_sharding(x, x.shape), x, rights, down, sizes, scale)
 
 
 def _weights(op: str, gate_up: Any, down: Any) -> tuple[tuple[Any, ...], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -15,7 +14,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import as_arrays, layers, names_itself
 from ..ops.dense import Implementation
-from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
+from ..primitives.auto_axes import in_auto_axes, kept_sharding
 from ..primitives.define import promoted
 from ..primitives.group_sizes import as_int32
 from ..primitives.rows import in_order, sum_rows
@@ -144,7 +143,7 @@ def route(
         return arrange(logits, jnp.where(chooses, experts, count), selection, scale, chooses)
 
     bias = () if selection_bias is None else (selection_bias,)
-    return by_xla(routed, _shardings(logits), logits, experts, scale, *bias)
+    return in_auto_axes(routed, _shardings(logits), logits, experts, scale, *bias)
 
 
 @names_itself
@@ -200,20 +199,13 @@ def route_tokens(
         return arrange(logits, experts, selection, scale)
 
     bias = () if selection_bias is None else (selection_bias,)
-    return by_xla(routed, _shardings(x), x, kernel, scale, *bias)
+    return in_auto_axes(routed, _shardings(x), x, kernel, scale, *bias)
 
 
 def as_jax(op: str, optional: dict[str, Any] | None = None, **arrays: Any) -> list[jax.Array]:
     """Returns the arrays, checked, as those of JAX; then `optional` ones, of which None stays."""
     found = as_arrays(op, optional, **arrays)
     return [jnp.asarray(x) if x is not None else cast(Any, None) for x in found]
-
-
-def by_xla(function: Callable[..., Any], shardings: Any, *arrays: Any) -> Any:
-    """Returns `function(*arrays)`, its results of these shardings where mesh axes are Explicit."""
-    if is_explicit(*arrays):
-        return in_auto_axes(function, shardings, *arrays)
-    return function(*arrays)
 
 
 def rows_sharding(x: jax.Array, rows: int, ndim: int) -> Any:
@@ -369,12 +361,14 @@ def row_weights(routing: Routing) -> jax.Array:
     def by_row(weights: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
         return sum_rows(weights.reshape(-1), order[:, None], positions.reshape(-1, 1))
 
-    return by_xla(by_row, rows_sharding(weights, order.shape[0], 1), weights, order, positions)
+    return in_auto_axes(
+        by_row, rows_sharding(weights, order.shape[0], 1), weights, order, positions
+    )
 
 
 def _moved(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
     sharding = kept_sharding(x, (sources.shape[0], *x.shape[1:]))
-    return by_xla(sum_rows, sharding, x, sources, users)
+    return in_auto_axes(sum_rows, sharding, x, sources, users)
 
 
 def _tokens(routing: Routing) -> jax.Array:

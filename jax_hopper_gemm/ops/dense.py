@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -130,15 +130,17 @@ def matmul(
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     for vector, axis in ((b, -1), (a, -2)):  # whose result has no such axis
         if jnp.ndim(cast(Any, vector)) == 1:
-            scales = {name: _without(x, axis) for name, x in scales.items()}
+            scales = {
+                name: lax.squeeze(x, (axis,)) if x.ndim >= -axis else x
+                for name, x in scales.items()
+            }
     if zeros:
         scales[OFFSET] = jnp.matmul(
             *zeros, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
         )
     multiplied = () if scales or is_quantized(*pair) else (a, b)
-    named = named_in(terms | scales, *multiplied)
     terms |= scales
-    steps = Steps("matmul", named, activation_function(activation), epilogue)
+    steps = Steps("matmul", named_in(terms, *multiplied), activation_function(activation), epilogue)
     product = JaxProduct(
         jnp.matmul, (("out_sharding", out_sharding),), checks.strong_dtype(terms.get("c"))
     )
@@ -147,8 +149,7 @@ def matmul(
         cotangent_dtype=cotangent_dtype,
     )  # fmt: skip
     factors = _Factors(("a", "b"), given, pair, (a, b), lambda: checks.matmul_axes(a, b))
-    operands = tuple(terms[x] for x in named)
-    return _run(product, factors, steps, operands, epilogue_operands, options, recipe)
+    return _run(product, factors, steps, terms, epilogue_operands, options, recipe)
 
 
 @takes_batch_invariant
@@ -207,8 +208,7 @@ def dot_general(
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     product = JaxProduct(lax.dot_general, named)
     factors = _Factors(("lhs", "rhs"), given, pair, (lhs, rhs), lambda: dimension_numbers)
-    operands = tuple(scales.values())
-    return _run(product, factors, steps, operands, epilogue_operands, options, recipe)
+    return _run(product, factors, steps, scales, epilogue_operands, options, recipe)
 
 
 @takes_batch_invariant
@@ -346,11 +346,6 @@ def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:
     return jnp.einsum(subscripts, *operands, **options)
 
 
-def _without(scale: jax.Array, axis: int) -> jax.Array:
-    """Returns scales without an axis, of length 1, that they need not have."""
-    return lax.squeeze(scale, (axis,)) if scale.ndim >= -axis else scale
-
-
 class _Factors(NamedTuple):
     """The operands of a product of two."""
 
@@ -365,7 +360,7 @@ def _run(
     product: JaxProduct,
     factors: _Factors,
     steps: Steps,
-    named_operands: tuple[Any, ...],
+    terms: Mapping[str, Any],
     epilogue_operands: Any,
     options: Options,
     recipe: Any,
@@ -374,7 +369,7 @@ def _run(
 
     Args:
       product: JAX's own.
-      steps: what follows; `named_operands`, then `epilogue_operands` are its operands.
+      steps: what follows; its operands are those `terms` that it names, then `epilogue_operands`.
       options: as the user gave them.
     """
     op, cotangents = steps.op, options.cotangent_dtype
@@ -384,7 +379,7 @@ def _run(
         recipe=None if state else as_recipe(op, recipe, factors.given, cotangents),
     )  # fmt: skip
     following = checks.check_steps(op, steps.epilogue, epilogue_operands, steps.plain, options)
-    operands = (*named_operands, *following)
+    operands = (*(terms[x] for x in steps.named), *following)
     out_sharding = dict(product.named)["out_sharding"]
     if state:
         dtype = options.preferred_element_type or product.dtype

@@ -125,11 +125,7 @@ INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 @partial(jax.jit, static_argnums=(0, 2), inline=INLINE)
 def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> jax.Array:
     function = product.with_options(options)
-    return function(*arrays) if options.by_jax else with_hopper_dot(function, arrays, options)
-
-
-def _by_hopper_dot(function: Any, options: Options, *arrays: Any) -> jax.Array:
-    return with_hopper_dot(function, arrays, options)
+    return function(*arrays) if options.by_jax else with_hopper_dot(function, options, *arrays)
 
 
 @memoised
@@ -162,7 +158,7 @@ def _traced_steps(
         return follow.apply(*product.results(wide, lhs, rights))
     final = final_product(function, lhs, rights[0])
     if final is None:
-        ours = partial(_by_hopper_dot, wide, options)
+        ours = partial(with_hopper_dot, wide, options)
         return follow.apply(*product.results(ours, lhs, rights))
     subscripts, sharding = final.subscripts, final.out_sharding
     if product.stacked:  # no axis of the result stands for gate and up

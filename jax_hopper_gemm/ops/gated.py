@@ -97,7 +97,9 @@ def gated_linear_unit(
         "group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices,
     }  # fmt: skip
     sizes, offset, rows = checks.as_arrays(op, groups)
-    (given, pair), grouped = _given(op, weights), sizes is not None
+    weights, grouped = as_quantized(op, "weights", weights), sizes is not None
+    pair = isinstance(weights, tuple | list)
+    given = tuple(as_quantized(op, "weights", w) for w in (weights if pair else (weights,)))
     operands: tuple[Any, ...] = as_quantized(op, "x", x), *given
     x, weights, factors = _as_arrays(op, operands[0], given, pair=pair, grouped=grouped)
     x, rights, biases, scale = checks.check_gated(
@@ -142,13 +144,6 @@ def gated_linear_unit(
     product = JaxProduct(lax.dot_general, named, stacked=len(rights) == 1)
     dtypes = result_dtypes(gate, preferred_element_type)
     return run_steps(product, x, rights, gate, operands, options, dtypes)
-
-
-def _given(op: str, weights: Any) -> tuple[tuple[Any, ...], bool]:
-    """Returns the weights as the user gave them, in a tuple, and whether they are a pair."""
-    weights = as_quantized(op, "weights", weights)
-    pair = isinstance(weights, tuple | list)
-    return tuple(as_quantized(op, "weights", w) for w in (weights if pair else (weights,))), pair
 
 
 @dataclass(frozen=True)

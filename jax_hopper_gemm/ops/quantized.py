@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..gemm.dtypes import WEIGHTS, one_of
 from ..gemm.spec import K_GROUPS, PROMOTION_K
 from ..lowering.launch_operands import pack
-from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
+from ..primitives.auto_axes import in_auto_axes, kept_sharding
 from ..primitives.quantize import quantized, quantized_between
 from ..primitives.scaled_dot import scale_of_each
 from ..primitives.widen import unpack
@@ -90,11 +90,9 @@ class Quantized:
             raise ValueError(
                 f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
             )
-        run = pack
-        if is_explicit(self.values):  # slices of a sharded axis
-            half = (*self.shape[:-1], self.shape[-1] // 2)
-            run = partial(in_auto_axes, pack, kept_sharding(self.values, half))
-        return Quantized(run(self.values), self.scale, True, self.zero)
+        half = kept_sharding(self.values, (*self.shape[:-1], self.shape[-1] // 2))
+        packed = in_auto_axes(pack, half, self.values)  # slices of an axis
+        return Quantized(packed, self.scale, True, self.zero)
 
 
 def storable(cls: type[Any]) -> None:
@@ -173,11 +171,10 @@ def quantize(
     if not symmetric and not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"quantize: {name} has no zero points, only int8 and int4 have: symmetric")
     run = partial(quantized if symmetric else quantized_between, dtype=dtype, blocks=blocks)
-    if is_explicit(x):  # axes are cut into blocks
-        counts = [-(-n // b) if b else 1 for n, b in zip(x.shape, blocks, strict=True)]
-        shapes = (x.shape, counts, counts)[: 2 if symmetric else 3]
-        run = partial(in_auto_axes, run, tuple(kept_sharding(x, shape) for shape in shapes))
-    values, scale, *zero = run(x)
+    counts = [-(-n // b) if b else 1 for n, b in zip(x.shape, blocks, strict=True)]
+    shapes = (x.shape, counts, counts)[: 2 if symmetric else 3]
+    shardings = tuple(kept_sharding(x, shape) for shape in shapes)
+    values, scale, *zero = in_auto_axes(run, shardings, x)  # axes are cut into blocks
     return Quantized(values, scale, zero=zero[0] if zero else None)
 
 

@@ -18,9 +18,11 @@ from jax import lax
 
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import QUANTIZED
-from ..gemm.product import Options
-from ..primitives.auto_axes import in_auto_axes, is_explicit
-from ..primitives.scaled_dot import hopper_scaled_dot
+from ..gemm.product import Options, Product
+from ..gemm.subscripts import Subscripts
+from ..primitives.auto_axes import in_auto_axes
+from ..primitives.by_recipe import Operand, Operands, multiplied
+from ..primitives.scaled_dot import beside_result
 from . import checks
 from .batch_invariance import in_contexts
 from .dense_run import JaxProduct, run
@@ -30,37 +32,41 @@ from .steps import SCALES, Steps
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("values", "scale"), meta_fields=("blocks", "batch", "free"),
+    data_fields=("values", "scale"), meta_fields=("letters", "blocks", "batch"),
 )  # fmt: skip
 @dataclass(frozen=True)
-class Operand:
+class _Arranged:
     """A quantized operand of a product, its axes in the order batch, free, contracted."""
 
     values: jax.Array
     scale: jax.Array
+    letters: str  # of the axes
     blocks: tuple[int, ...]
-    batch: int  # how many axes of each kind; one is contracted
-    free: int
+    batch: int  # how many axes; one is contracted
 
     @property
     def constant(self) -> bool:
         """Whether no scale changes along the contracted axis."""
         return self.blocks[-1] == 0
 
-    def flat(self) -> tuple[jax.Array, jax.Array]:
-        """Returns matrices (B, rows, K) or (rows, K), and their block scales."""
-        batch, values, blocks = self.batch, self.values, self.blocks
-        for_rows = self.free != 1 or blocks[batch] == 0  # one for each row
-        scale = spread(self.scale, blocks[: -1 if for_rows else batch], values.shape)
+    def beside_result(self, out: str) -> jax.Array:
+        """Returns scales that are constant along K as they broadcast against the result."""
+        scale = spread(self.scale, self.blocks[:-1], self.values.shape)
+        return beside_result(scale, self.letters, out)
+
+    def of_blocks(self) -> Operand:
+        """Returns the operand with scales of blocks as `scaled_dot` takes them."""
+        batch, shape, blocks = self.batch, self.values.shape, self.blocks
+        for_rows = len(shape) != batch + 2 or blocks[batch] == 0  # one for each row
+        scale = spread(self.scale, blocks[: -1 if for_rows else batch], shape)
         if for_rows:
-            wide = (*scale.shape[:batch], *values.shape[batch:-1], scale.shape[-1])
+            wide = (*scale.shape[:batch], *shape[batch:-1], scale.shape[-1])
             scale = jnp.broadcast_to(scale, wide)
-        along_k = -(-values.shape[-1] // BLOCK)
-        rows = prod(scale.shape[batch:-1])
-        scale = jnp.broadcast_to(scale, (*values.shape[:batch], *scale.shape[batch:-1], along_k))
-        lead = (prod(values.shape[:batch]),) if batch else ()
-        matrices = (*lead, prod(values.shape[batch:-1]), values.shape[-1])
-        return values.reshape(matrices), scale.reshape(*lead, rows, along_k)
+        along_k = -(-shape[-1] // BLOCK)
+        scale = jnp.broadcast_to(scale, (*shape[:batch], *scale.shape[batch:-1], along_k))
+        lead = (prod(shape[:batch]),) if batch else ()
+        scale = scale.reshape(*lead, prod(scale.shape[batch:-1]), along_k)
+        return Operand(self.values, self.letters, scale)
 
 
 def run_quantized(
@@ -82,36 +88,34 @@ def run_quantized(
     """
     op = steps.op
     check_quantized(op, operands)
-    (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
-    if len(lhs_k) != 1:
+    subscripts = Subscripts.of_dot_general(dimension_numbers, *(x.ndim for _, x in operands))
+    if (count := len(subscripts.contracted)) != 1:
         raise NotImplementedError(
-            f"{op}: {len(lhs_k)} axes of quantized arrays are contracted, expected one: reshape "
-            "them"
+            f"{op}: {count} axes of quantized arrays are contracted, expected one: reshape them"
         )
-    axes = (lhs_k, lhs_batch), (rhs_k, rhs_batch)
-    lhs, rhs = (_arranged(op, *x, *own) for x, own in zip(operands, axes, strict=True))
-    preferred = options.preferred_element_type
+    batch, k, letters = subscripts.batch, subscripts.contracted, (subscripts.lhs, subscripts.rhs)
+    lhs, rhs = (_arranged(op, *x, own, batch, k) for x, own in zip(operands, letters, strict=True))
+    preferred, values = options.preferred_element_type, tuple(x.values for _, x in operands)
+    numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
+    dot = JaxProduct(lax.dot_general, numbers)
     if lhs.constant and rhs.constant:
-        scales = (_broadcast(lhs, rhs.free, 0), _broadcast(rhs, 0, lhs.free))
+        scales = (x.beside_result(subscripts.out) for x in (lhs, rhs))
         scaled = replace(steps, named=(*SCALES, *steps.named))
-        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
-        values = tuple(x.values for _, x in operands)
         options = replace(options, preferred_element_type=preferred or jnp.float32)
-        product = JaxProduct(lax.dot_general, numbers)
-        return run(product, values, scaled, (*scales, *following), options)
+        return run(dot, values, scaled, (*scales, *following), options)
     dtype, whole, several = steps.dtypes(preferred, jnp.float32)
-    by_jax = partial(
-        lax.dot_general, dimension_numbers=dimension_numbers, precision=options.precision,
-        preferred_element_type=dtype, out_sharding=out_sharding,
-    )  # fmt: skip
-    closed = traced(by_jax, *(jax.typeof(x.values) for _, x in operands))
-    (dot,), (like,) = closed.jaxpr.eqns, closed.out_avals
-    precision = dot.params["precision"]
-    options = in_contexts(replace(options, preferred_element_type=dtype, precision=precision))
-    multiply = partial(_product, options=options, shape=like.shape)
-    if is_explicit(lhs.values, rhs.values):  # axes are merged
-        multiply = partial(in_auto_axes, multiply, like.sharding)
-    return steps.after(multiply(lhs, rhs), following, whole, several)
+    options = replace(options, preferred_element_type=dtype)
+    closed = traced(dot.with_options(options), *values)
+    (equation,), (like,) = closed.jaxpr.eqns, closed.out_avals
+    options = in_contexts(replace(options, precision=equation.params["precision"]))
+    product = Product(Subscripts(lhs.letters, rhs.letters, subscripts.out), options)
+
+    def multiply(lhs: _Arranged, rhs: _Arranged) -> jax.Array:
+        found = Operands(lhs.of_blocks(), (rhs.of_blocks(),), product, blocks=True)
+        return multiplied(found, dtype)
+
+    result = in_auto_axes(multiply, like.sharding, lhs, rhs)  # axes are merged
+    return steps.after(result, following, whole, several)
 
 
 def scales_of_groups(op: str, lhs: Quantized, rhs: Quantized) -> tuple[dict[str, Any], Any]:
@@ -121,18 +125,16 @@ def scales_of_groups(op: str, lhs: Quantized, rhs: Quantized) -> tuple[dict[str,
     of groups before it; else none, and those of blocks, as `scaled_dot` takes them of rows and of
     weights (G, N, K).
     """
-    operands = ("lhs", lhs), ("rhs", rhs)
-    check_quantized(op, operands)
-    left, right = _arranged(op, *operands[0], (1,), ()), _arranged(op, *operands[1], (1,), (0,))
+    check_quantized(op, (("lhs", lhs), ("rhs", rhs)))
+    left = _arranged(op, "lhs", lhs, "mk", "", "k")
+    right = _arranged(op, "rhs", rhs, "gkn", "g", "k")
     if left.constant and right.constant:
-        rows, columns = (spread(x.scale, x.blocks[:-1], x.values.shape) for x in (left, right))
-        columns = lax.transpose(columns, (0, 2, 1))
-        pair = zip(SCALES, (rows, columns), strict=True)
-        return {name: x.reshape(()) if x.size == 1 else x for name, x in pair}, None
+        pair = left.beside_result("mn"), right.beside_result("gmn")
+        return dict(zip(SCALES, pair, strict=True)), None
     if left.blocks[0] == BLOCK:  # groups begin at any row
         scale = spread(left.scale, (BLOCK,), left.values.shape)
         left = replace(left, scale=scale, blocks=(1, *left.blocks[1:]))
-    return {}, (left.flat()[1], right.flat()[1])
+    return {}, (left.of_blocks().scale, right.of_blocks().scale)
 
 
 def constant_scale(op: str, name: str, x: Quantized, axis: int) -> jax.Array | None:
@@ -161,18 +163,12 @@ def check_quantized(op: str, operands: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def _product(lhs: Operand, rhs: Operand, *, options: Options, shape: Sequence[int]) -> jax.Array:
-    """Returns a product with block scales."""
-    (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
-    return hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options).reshape(shape)
-
-
 def _arranged(
-    op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
-) -> Operand:
+    op: str, name: str, x: Quantized, letters: str, batch: str, contracted: str
+) -> _Arranged:
     blocks, scale = list(blocks_of(op, name, x)), jnp.asarray(x.scale, jnp.float32)
     for axis, block in enumerate(blocks):
-        if axis in contracted and block not in (0, BLOCK) and x.shape[axis] > 1:
+        if letters[axis] in contracted and block not in (0, BLOCK) and x.shape[axis] > 1:
             raise NotImplementedError(
                 f"{op}: {name} has a scale for each {'element' if block == 1 else block} of the "
                 f"contracted axis; beside a quantized array kernels take one for each {BLOCK}: "
@@ -181,23 +177,10 @@ def _arranged(
         if block not in BLOCKS or block == BLOCK:
             continue
         scale, blocks[axis] = spread(scale, (*(0,) * axis, block), x.shape), 1
-    free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
-    order = (*batch, *free, *contracted)
-    return Operand(
-        lax.transpose(x.values, order), lax.transpose(scale, order),
-        tuple(blocks[axis] for axis in order), len(batch), len(free),
+    own_batch = [a for a in batch if a in letters]
+    ordered = (*own_batch, *(a for a in letters if a not in batch + contracted), *contracted)
+    order = tuple(map(letters.index, ordered))
+    return _Arranged(
+        lax.transpose(x.values, order), lax.transpose(scale, order), "".join(ordered),
+        tuple(blocks[axis] for axis in order), len(own_batch),
     )  # fmt: skip
-
-
-def _broadcast(x: Operand, behind: int, before: int) -> jax.Array:
-    """Returns scales that are constant along K as they broadcast against the result.
-
-    Args:
-      behind, before: how many free axes of the other operand follow or precede.
-    """
-    scale = lax.squeeze(x.scale, (x.scale.ndim - 1,))
-    scale = spread(scale, x.blocks[:-1], x.values.shape)
-    if scale.size == 1:
-        return scale.reshape(())
-    batch, own = scale.shape[: x.batch], scale.shape[x.batch :]
-    return scale.reshape(*batch, *(1,) * before, *own, *(1,) * behind)

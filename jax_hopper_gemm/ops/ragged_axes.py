@@ -1,9 +1,4 @@
-"""Axes of ragged products: their roles, and their shardings where mesh axes are Explicit.
-
-The type of an array with Explicit mesh axes states its sharding. Such axes are switched to Auto
-inside a ragged product: XLA finds the shardings, as for any other product, and the result gets a
-typed sharding.
-"""
+"""Axes of ragged products: their roles, and shardings of results where mesh axes are Explicit."""
 
 from __future__ import annotations
 

@@ -74,10 +74,8 @@ class RaggedArrays(NamedTuple):
         if self.rows is None or x.shape[:1] != self.lhs.shape[:1]:  # or one scale for all
             return x
         rows = as_int32(self.rows, least=-1)
-        if is_explicit(x, rows):
-            lead = kept_sharding(rows, rows.shape)
-            return in_auto_axes(pick_rows, PartitionSpec(*lead, None), x, rows)
-        return pick_rows(x, rows)
+        sharding = PartitionSpec(*kept_sharding(rows, rows.shape), None)
+        return in_auto_axes(pick_rows, sharding, x, rows)
 
     @property
     def length(self) -> int:
@@ -138,11 +136,8 @@ def run_product(
     if is_explicit(lhs, rhs, sizes):
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(op, numbers)
-
-        def product(arrays: RaggedArrays) -> jax.Array:
-            return run_product(op, arrays, numbers, options, None)
-
-        return in_auto_axes(product, out_sharding, arrays)
+        inside = partial(run_product, op, numbers=numbers, options=options, out_sharding=None)
+        return in_auto_axes(inside, out_sharding, arrays)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_ours(op, reason, arrays, options)
         return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **as_lax)
@@ -191,10 +186,7 @@ def run_with_epilogue(
     arrays, operands = jax.tree.unflatten(structure, varying_together(*leaves))
     lhs, rights, sizes, _, rows, _ = arrays
     if is_explicit(lhs, *rights, sizes, rows, *operands):
-
-        def with_epilogue(arrays: RaggedArrays, operands: tuple[Any, ...]) -> Any:
-            return run_with_epilogue(op, arrays, operands, function, options)
-
+        with_epilogue = partial(run_with_epilogue, op, function=function, options=options)
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(op, BASIC)
         if getattr(function, "epilogue", None) is not None:
@@ -266,11 +258,8 @@ def run_scaled_sum(
     if is_explicit(lhs, rhs, sizes, *operands):
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(steps.op, numbers)
-
-        def scaled_sum(arrays: RaggedArrays, operands: tuple[Any, ...]) -> jax.Array:
-            return run_scaled_sum(arrays, operands, steps, numbers, options, None)
-
-        return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
+        named = {"steps": steps, "numbers": numbers, "options": options, "out_sharding": None}
+        return in_auto_axes(partial(run_scaled_sum, **named), out_sharding, arrays, operands)
     dtypes = result_dtypes(steps, options.preferred_element_type)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_ours(steps.op, reason, arrays, options)

@@ -28,7 +28,7 @@ from .batch_invariance import in_contexts
 
 
 def with_hopper_dot(
-    function: Callable[..., jax.Array], arrays: tuple[Any, ...], options: Options
+    function: Callable[..., jax.Array], options: Options, *arrays: Any
 ) -> jax.Array:
     """Returns `function(*arrays)` on our products; a transpose after one becomes part of it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..gemm.dtypes import HALVES, WEIGHTS
-from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
+from ..gemm.subscripts import Subscripts
+from ..primitives.auto_axes import in_auto_axes, kept_sharding
+from ..primitives.scaled_dot import beside_result
 from ..primitives.widen import hopper_widen
 from . import checks
 from .quantized import Quantized, blocks_of, spread
@@ -39,10 +40,9 @@ def weights_of_dot(
         )
     axes = contracted[0][0], contracted[1][0]
     pair, scales, zeros = weights_apart(op, (("lhs", lhs), ("rhs", rhs)), axes)
-    free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
-    places = zip(axes, batch, (-free[1], free[0]), strict=True)
-    beside: dict[str, Any] = dict(zip(SCALES, places, strict=True))
-    found = {name: _beside_result(x, *beside[name]) for name, x in scales.items()}
+    of = Subscripts.of_dot_general((contracted, batch), lhs.ndim, rhs.ndim)
+    letters: dict[str, str] = dict(zip(SCALES, (of.lhs, of.rhs), strict=True))
+    found = {name: beside_result(x, letters[name], of.out) for name, x in scales.items()}
     if zeros:
         found[OFFSET] = lax.dot_general(
             *zeros, (contracted, batch), lax.Precision.HIGHEST, out_sharding=out_sharding
@@ -50,20 +50,11 @@ def weights_of_dot(
     return pair, found
 
 
-def weights_apart(
-    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[tuple[Any, Any], dict[str, Any], tuple[Any, Any] | None]:
-    """Returns what `widened_pair` does, with what `zeros_apart` returns of zero points."""
-    (lhs, _), (rhs, _) = operands
-    (left, right), zeros = zeros_apart(op, operands, axes)
-    return *widened_pair(op, ((lhs, left), (rhs, right)), axes), zeros
-
-
 def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
     """Returns weights as an array of 16 bits, and what its products are multiplied by.
 
     Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
-    That of weights with zero points is written; see `zeros_apart`. So is that of a dtype which no
+    That of weights with zero points is written; see `weights_apart`. So is that of a dtype which no
     kernel reads, such as Qwix's int2.
 
     Args:
@@ -86,10 +77,12 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
     return hopper_widen(x.values, dtype, scale, **group), None
 
 
-def zeros_apart(
+def weights_apart(
     op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
-    """Returns the operands without zero points, and the operands of a product to subtract.
+) -> tuple[tuple[Any, Any], dict[str, Any], tuple[Any, Any] | None]:
+    """Returns what `widened_pair` does, and the operands of a product to subtract, or None.
+
+    Where weights have zero points:
 
         x @ ((v - z) * s)  =  x @ (v * s)  -  (sums of x along the groups of K) @ (z * s)
 
@@ -98,9 +91,9 @@ def zeros_apart(
     Args:
       axes: the contracted one of each operand.
     """
-    pair: list[Any] = [x for _, x in operands]
+    found, subtracted = [*operands], None
     for i, (name, x) in enumerate(operands):
-        other = pair[1 - i]
+        _, other = operands[1 - i]
         if not is_weights(x, other) or x.zero is None:
             continue
         axis, along = max(axes[i], -x.ndim) % x.ndim, max(axes[1 - i], -other.ndim) % other.ndim
@@ -113,14 +106,12 @@ def zeros_apart(
         groups, group = zeros.shape[axis], blocks[axis] or extent
         shape = [groups if i == axis else n for i, n in enumerate(x.shape)]
         of_groups = partial(_sums_of_groups, axis=along, groups=groups, group=group)
-        if is_explicit(other):  # an axis is cut
-            lengths = [groups if i == along else n for i, n in enumerate(other.shape)]
-            kept = kept_sharding(other, lengths)
-            of_groups = partial(in_auto_axes, of_groups, kept)
-        apart = [jnp.broadcast_to(zeros, shape), of_groups(jnp.asarray(other))]
-        pair[i] = replace(x, zero=None)
-        return (pair[0], pair[1]), (apart[i], apart[1 - i])
-    return (pair[0], pair[1]), None
+        kept = kept_sharding(other, (*other.shape[:along], groups, *other.shape[along + 1 :]))
+        sums = in_auto_axes(of_groups, kept, jnp.asarray(other))  # an axis is cut
+        apart = [jnp.broadcast_to(zeros, shape), sums]
+        found[i] = name, replace(x, zero=None)
+        subtracted = apart[i], apart[1 - i]
+    return *widened_pair(op, (found[0], found[1]), axes), subtracted
 
 
 def _sums_of_groups(x: jax.Array, *, axis: int, groups: int, group: int) -> jax.Array:
@@ -147,18 +138,3 @@ def widened_pair(
                 scales[of] = scale
         arrays.append(x)
     return (arrays[0], arrays[1]), scales
-
-
-def _beside_result(
-    scale: jax.Array, contracted: int, batch: Sequence[int], others: int
-) -> jax.Array:
-    """Returns the scales of an operand of `dot_general` as they broadcast against its result.
-
-    Args:
-      contracted, batch: these axes of the operand.
-      others: how many free axes of the other one lie before its own; if negative, so many behind.
-    """
-    free = [i for i in range(scale.ndim) if i not in (contracted, *batch)]
-    shape = [scale.shape[i] for i in (*batch, *free)]
-    shape[len(batch) : len(batch)] = [1] * max(others, 0)
-    return lax.transpose(scale, (*batch, *free, contracted)).reshape(*shape, *[1] * max(-others, 0))

@@ -33,7 +33,9 @@ def _mesh_of(arrays: Any) -> Any:
 
 
 def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) -> Any:
-    """Returns `function(*arrays)`, Explicit axes as Auto ones, and results of an `out_sharding`."""
+    """Returns `function(*arrays)`: Explicit axes, if any, as Auto, results of an `out_sharding`."""
+    if not is_explicit(*arrays):
+        return function(*arrays)
     mesh = _mesh_of(arrays)
     axes = tuple(mesh.explicit_axes)
     # Arrays of no mesh have shardings without one, in programs of the mesh that is set, too.
@@ -48,7 +50,8 @@ def kept_sharding(x: Any, shape: Sequence[int]) -> PartitionSpec:
 
     def kept(extent: int, axes: Any) -> Any:
         names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-        return None if extent % prod(sharding.mesh.shape[name] for name in names) else axes
+        cut = names and extent % prod(sharding.mesh.shape[name] for name in names)
+        return None if cut else axes
 
     return PartitionSpec(*map(kept, shape, padded_partitions(sharding, len(shape))))
 

@@ -35,7 +35,7 @@ from .fused_primitive import hopper_fused_p, reference_fused
 from .quantize import hopper_quantize, quantized
 from .ragged_dot import hopper_ragged_dot_p
 from .row_blocks import row_blocks
-from .scaled_dot import BATCHED, SCALED, scaled_dot
+from .scaled_dot import BATCHED, SCALED, beside_result, scaled_dot
 from .segments import segment_broadcast
 
 WIDE = jnp.dtype("float32")
@@ -212,15 +212,10 @@ def _operand(
 
 def _factor(x: Operand, out: str) -> jax.Array:
     """Returns scales that do not change along K, as they broadcast against the result."""
-    if x.scale.size == 1:
-        return x.scale.reshape(())
-    kept = [a for a in out if a in x.letters]
-    order = [x.letters.index(a) for a in kept]
-    others = [i for i in range(x.scale.ndim) if i not in order]
-    scale = lax.transpose(x.scale, (*order, *others))
-    scale = lax.squeeze(scale, range(len(order), scale.ndim))
-    scale = jnp.broadcast_to(scale, [x.extents[a] for a in kept])  # as rows or columns merge
-    return lax.expand_dims(scale, [i for i, a in enumerate(out) if a not in x.letters])
+    scale = x.scale
+    if scale.size > 1:  # rows or columns merge
+        scale = jnp.broadcast_to(scale, [n if a in out else 1 for a, n in x.extents.items()])
+    return beside_result(scale, x.letters, out)
 
 
 def _factors(found: Operands) -> list[jax.Array]:
@@ -251,26 +246,26 @@ def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
 
 
 def multiplied(found: Operands, dtype: Any) -> jax.Array:
-    """Returns a product without groups, in a dtype."""
+    """Returns a product in a dtype."""
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
-    left, (right,) = found.left, found.rights
     if not found.blocks:
-        values, scales = (left.values, right.values), _factors(found)
-        return fused_dot(_scaled, values, scales, whole, out_dtypes=(dtype,))
-    batch, contracted = (len(x) for x in (whole.subscripts.batch, whole.subscripts.contracted))
+        values, sizes = [x.values for x in found.all], next(iter(found.sizes), None)
+        return fused_dot(_scaled, values, _factors(found), whole, out_dtypes=(dtype,), sizes=sizes)
+    if whole.groups:
+        return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
+    batch, contracted = len(whole.subscripts.batch), whole.subscripts.contracted
     found = found.in_order_of_result()
     left, (right,) = found.left, found.rights
-    pair = [
-        x.values.reshape(
-            *x.scale.shape[:-2], -1, prod(x.values.shape[x.values.ndim - contracted :])
-        )
-        for x in found.all
-    ]
-    flat = replace(whole, subscripts=BATCHED if batch else SCALED, out_sharding=None)
-    (out,) = scaled_dot((pair[0], pair[1]), (left.scale, right.scale), flat)
-    ends = [x.letters[batch : len(x.letters) - contracted] for x in found.all]
-    letters = left.letters[:batch] + "".join(ends)
     extents = left.extents | right.extents
+    ends = [x.letters[batch : len(x.letters) - len(contracted)] for x in found.all]
+    lead, k = left.scale.shape[:-2], prod(extents[a] for a in contracted)
+    lhs, rhs = (
+        x.values.reshape(*lead, prod(extents[a] for a in end), k)
+        for x, end in zip(found.all, ends, strict=True)
+    )
+    flat = replace(whole, subscripts=BATCHED if batch else SCALED, out_sharding=None)
+    (out,) = scaled_dot((lhs, rhs), (left.scale, right.scale), flat)
+    letters = left.letters[:batch] + "".join(ends)
     out = out.reshape([extents[a] for a in letters])
     return lax.transpose(out, [letters.index(a) for a in whole.subscripts.out])
 
@@ -280,15 +275,7 @@ def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
     as_it_is = partial(hopper_ragged_dot_p.bind, lhs, rhs, sizes, product=plain)
     if (found := _operands(product, lhs, (rhs,), (sizes,))) is None:
         return as_it_is()
-    dtype = abstract(as_it_is).dtype
-    whole = found.product.with_options(preferred_element_type=dtype)
-    left, (right,) = found.left, found.rights
-    if found.blocks:
-        return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
-    return fused_dot(
-        _scaled, (left.values, right.values), _factors(found), whole, out_dtypes=(dtype,),
-        sizes=found.sizes[0],
-    )  # fmt: skip
+    return multiplied(found, abstract(as_it_is).dtype)
 
 
 def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:

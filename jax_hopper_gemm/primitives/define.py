@@ -27,7 +27,7 @@ from ..fusion.jaxprs import jvp_by, traced_once, transpose_by
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.request import Request
 from .experimental import HopperPrimitive
-from .remat import add_remat_rule
+from .remat import remat_rule
 
 Rule = Callable[..., Any]
 
@@ -56,13 +56,7 @@ RequestOf = Callable[..., Request]  # (avals, out_avals, **params)
 Apart = Callable[[dict[str, Any]], Rule | None]  # (params)
 
 
-@dataclass(frozen=True)
-class _ProductRules:
-    request_of: RequestOf
-    apart: Apart | None
-
-
-PRODUCTS: dict[Primitive, _ProductRules] = {}
+PRODUCTS: dict[Primitive, Apart | None] = {}
 
 
 def define_primitive(
@@ -97,8 +91,8 @@ def define_primitive(
     _register_rules(primitive, reference, rules)
     register_lowering(primitive, abstract, reference, lowering or Lowering())
     if request_of:
-        PRODUCTS[primitive] = _ProductRules(request_of, apart)
-        add_remat_rule(primitive)
+        PRODUCTS[primitive] = apart
+        pe.partial_eval_jaxpr_custom_rules[primitive] = remat_rule
     return primitive
 
 
@@ -191,12 +185,12 @@ def mapped_first(size: int, x: Any, axis: int | None) -> Any:
 def request_of(equation: Any) -> Request:
     """Returns what an equation of one of `PRODUCTS` asks for."""
     avals, out_avals = ([x.aval for x in atoms] for atoms in (equation.invars, equation.outvars))
-    return PRODUCTS[equation.primitive].request_of(avals, out_avals, **equation.params)
+    return equation.primitive.request_of(avals, out_avals, **equation.params)
 
 
 def apart_of(equation: Any) -> Rule | None:
     """Returns what lowering runs of an equation of `PRODUCTS` if a kernel cannot; see `apart`."""
-    apart = PRODUCTS[equation.primitive].apart
+    apart = PRODUCTS[equation.primitive]
     return apart and apart(equation.params)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from .. import sharding
-from ..gemm.dtypes import name_of
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..lowering.call import Call, mark_options, request_between
@@ -109,19 +109,9 @@ mlir.register_lowering(_folded_dot_p, lower_fun_once(_widened_dot), platform="cp
 # Derivatives and vmap: the letters change places.
 
 
-def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    return cotangent_of(lhs.aval, cotangent, rhs, product, 1)
-
-
-def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    return cotangent_of(rhs.aval, cotangent, lhs, product, 0)
-
-
-def cotangent_of(primal: Any, cotangent: Any, other: Any, product: Product, kept: int) -> Any:
-    """Returns the gradient of an operand of `product`, which is another product.
-
-    The `other` operand is the left one, 0, or the right one, 1.
-    """
+def _transpose(kept: int, cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
+    """Returns the gradient of an operand: another product, of the cotangent and the one `kept`."""
+    primal, other = (lhs.aval, rhs) if kept else (rhs.aval, lhs)
     sharding, subscripts = stated_sharding(primal), product.subscripts
     subscripts = subscripts.transpose_lhs() if kept else subscripts.transpose_rhs()
     cotangent, options = entering(primal, cotangent, other, product.options, kept)
@@ -182,11 +172,7 @@ _lower_to_xla = lower_fun_once(reference_dot)
 
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
-    (lhs, rhs), (out,) = avals, out_avals
-    return Request(
-        product.subscripts, lhs.shape, name_of(lhs.dtype), rhs.shape, name_of(rhs.dtype),
-        name_of(out.dtype), product.options,
-    )  # fmt: skip
+    return Request.of(product, *avals, *out_avals)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product) -> Any:
@@ -234,7 +220,9 @@ hopper_dot_p = define_primitive(
     NAME,
     reference_dot,
     abstract=_abstract_eval,
-    rules=Rules(linear_in=(0, 1), transpose=(_transpose_lhs, _transpose_rhs), batch=_batch),
+    rules=Rules(
+        linear_in=(0, 1), transpose=(partial(_transpose, 1), partial(_transpose, 0)), batch=_batch
+    ),
     lowering=Lowering(_lower_for_cuda, _lower_partitioned),
     request_of=_request_of,
 )

@@ -17,7 +17,6 @@ import jax
 from jax.interpreters import batching, mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, jvp_by, pruned, transpose_by
-from ..gemm.dtypes import name_of
 from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import launched
@@ -40,13 +39,6 @@ def one_by_one(*args: jax.Array, **params: Any) -> list[jax.Array]:
     return _each(hopper_dot, hopper_fused_p.bind, *args, **params)
 
 
-def _by_xla(*args: jax.Array, **params: Any) -> list[jax.Array]:
-    def product(lhs: Any, rhs: Any, product: Product) -> Any:
-        return reference_dot(lhs, rhs, product=product)
-
-    return _each(product, reference_fused, *args, **params)
-
-
 def _each(
     bare: Callable[..., Any],
     fused: Callable[..., Any],
@@ -58,7 +50,7 @@ def _each(
     """Returns the results of `bare` products, or of `fused` ones."""
     lhs, *others = args
     if not functions:
-        return [bare(lhs, rhs, product) for rhs in others]
+        return [bare(lhs, rhs, product=product) for rhs in others]
     count, results = len(functions), list[Any]()
     for rhs, function, (reads, makes) in zip(
         others[:count], functions, slices_of(functions), strict=True
@@ -104,14 +96,10 @@ def request_of_dots(
     del in_place
     lhs, *rights = avals
     rights = rights[: len(functions)] if functions else rights
-    subscripts, shape = product.subscripts, list(rights[0].shape)
-    axis = subscripts.rhs.index(subscripts.columns[0])
+    shape, axis = [*rights[0].shape], product.subscripts.rhs.index(product.subscripts.columns[0])
     panels = tuple(x.shape[axis] for x in rights)
     shape[axis] = sum(panels)
-    request = Request(
-        subscripts, lhs.shape, name_of(lhs.dtype), tuple(shape), name_of(rights[0].dtype),
-        name_of(out_avals[0].dtype), product.options,
-    )  # fmt: skip
+    request = Request.of(product, lhs, rights[0].update(shape=tuple(shape)), out_avals[0])
     if len(panels) == 1:
         return replace(request, function=next(iter(functions), None))
     return replace(request, panels=panels, functions=tuple(functions))
@@ -154,7 +142,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
 
 hopper_dots_p = define_primitive(
     "hopper_dots",
-    _by_xla,
+    partial(_each, reference_dot, reference_fused),
     multiple_results=True,
     rules=Rules(
         jvp=_jvp, transpose=partial(transpose_by, one_by_one), batch=_batch,

@@ -12,7 +12,6 @@ from jax.interpreters import mlir
 
 from .. import sharding
 from ..fusion.jaxprs import ClosedJaxpr, traced
-from ..gemm.dtypes import name_of
 from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..lowering.call import Call
@@ -34,10 +33,7 @@ def request_of(
 ) -> Request:
     """Returns what a `hopper_fused_p` of these abstract values asks for."""
     lhs, right, *_ = avals
-    request = Request(
-        product.subscripts, lhs.shape, name_of(lhs.dtype), right.shape, name_of(right.dtype),
-        name_of(out_avals[0].dtype), product.options, num_b, jaxpr,
-    )  # fmt: skip
+    request = Request.of(product, lhs, right, out_avals[0], num_b=num_b, function=jaxpr)
     if (groups := product.groups) is None:
         return request
     sizes = avals[1 + num_b]

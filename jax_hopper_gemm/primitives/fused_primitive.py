@@ -41,7 +41,7 @@ from ..gemm.product import Product
 from .accumulators import accumulators_of, batched_product, multiply
 from .auto_axes import stated_sharding
 from .define import Rule, Rules, define_primitive
-from .dot import as_cotangent, cotangent_of, entering
+from .dot import as_cotangent, entering
 from .fused_dot_sharded import NAME, fused_of_shards
 from .fused_grad import Recompute, epilogue_tangent_p
 from .fused_lowering import fused_lowering, request_of
@@ -318,11 +318,10 @@ def _transpose_gate_up(cotangents: Any, lhs: Any, *others: Any, product: Product
     (cotangent, right), *more = terms
     if product.groups:
         gradient = replace(product, subscripts=DGRAD[product.subscripts])
-        total = as_cotangent(lhs.aval, multiply(gradient, cotangent, right, *sizes))
     else:
         subscripts = product.subscripts.transpose_lhs()
         gradient = replace(product, subscripts=subscripts, out_sharding=stated_sharding(lhs.aval))
-        total = cotangent_of(lhs.aval, cotangent, right, product, 1)
+    total = as_cotangent(lhs.aval, multiply(gradient, cotangent, right, *sizes))
     for cotangent, right in more:
         total = _added(total, gradient, cotangent, right, *sizes)
     return [total, *(None for _ in others)]

@@ -214,11 +214,8 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
     (lhs, rhs, sizes), (out,) = avals, out_avals
     assert product.groups
-    return Request(
-        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name, out.dtype.name,
-        product.options,
-        groups=GroupedAxis.of(product.subscripts, product.groups, sizes.shape[0]),
-    )  # fmt: skip
+    axis = GroupedAxis.of(product.subscripts, product.groups, sizes.shape[0])
+    return Request.of(product, lhs, rhs, out, groups=axis)
 
 
 def _lower_for_cuda(

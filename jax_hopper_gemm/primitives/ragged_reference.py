@@ -48,8 +48,8 @@ def _by_lax(
         length = lhs.shape[0]
         sizes = clipped_sizes(sizes, length)
         in_group = jnp.arange(length, dtype=np.int32) < sizes.sum(dtype=np.int32)
-        lhs = _zero_unless(in_group, lhs)
-        rhs = _zero_unless(in_group if subscripts == VARLEN_K else sizes > 0, rhs)
+        lhs = zero_unless(in_group, lhs)
+        rhs = zero_unless(in_group if subscripts == VARLEN_K else sizes > 0, rhs)
         contracted, group_axes = {VARLEN_M_KN: ((1, 1), [0]), VARLEN_M_NK: ((1, 2), [0])}.get(
             subscripts, ((0, 0), [])
         )
@@ -81,10 +81,10 @@ def _by_lax(
     return lax.scan(with_group, out, (rhs, matrices))[0] if matrices.size else out
 
 
-def _zero_unless(kept: jax.Array, array: jax.Array) -> jax.Array:
-    """Returns an array with zeros where its first axis is not `kept`."""
-    kept = lax.expand_dims(kept, range(1, array.ndim))
-    return jnp.where(kept, array, jnp.zeros_like(array))
+def zero_unless(kept: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns an array with zeros where its first axes are not `kept`."""
+    kept = lax.expand_dims(kept, range(kept.ndim, array.ndim))
+    return jnp.where(kept, array, jnp.zeros((), array.dtype))
 
 
 def _zeros(aval: Any, array: jax.Array) -> jax.Array:

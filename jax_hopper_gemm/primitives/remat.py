@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.ad_checkpoint import Offloadable, Recompute, Saveable
-from jax.extend.core import Primitive, Var
-from jax.interpreters import partial_eval as pe
+from jax.extend.core import Var
 
 from ..gemm.groups import GROUP
 from ..gemm.product import Product
@@ -22,11 +21,6 @@ from .dot_general import dot_general_of
 
 Policy = Callable[..., Any]
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
-
-
-def add_remat_rule(primitive: Primitive) -> None:
-    """Has policies asked of a product as of the dot that it begins with."""
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _rule
 
 
 def _case_of(policy: Policy, equation: Any) -> Any:
@@ -48,7 +42,7 @@ def _case_of(policy: Policy, equation: Any) -> Any:
     return (Saveable if said else Recompute) if isinstance(said, bool) else said
 
 
-def _rule(
+def remat_rule(
     policy: Policy, unknown: Sequence[bool], there: Sequence[bool], equation: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
     """Splits an equation between the forward pass and the backward pass.

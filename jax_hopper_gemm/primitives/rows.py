@@ -127,10 +127,11 @@ def _batch(axis_data: Any, operands: Any, axes: Any) -> tuple[Any, int]:
     return flat.reshape(size, results, *flat.shape[1:]), 0
 
 
-def _shifted(rows: jax.Array, by: int) -> jax.Array:
-    """Returns row numbers (B, ., .), those of index b more by b * `by`; -1 stays."""
-    offsets = by * jnp.arange(rows.shape[0], dtype=rows.dtype)[:, None, None]
-    return jnp.where(rows < 0, -1, rows + offsets)
+def _shifted(rows: jax.Array, length: int) -> jax.Array:
+    """Returns numbers (B, ...) of `length` rows, those of index b more by b * `length`; else -1."""
+    offsets = length * jnp.arange(rows.shape[0], dtype=rows.dtype)
+    offsets = lax.expand_dims(offsets, range(1, rows.ndim))
+    return jnp.where((rows >= 0) & (rows < length), rows + offsets, -1)
 
 
 sum_rows_p = define_primitive(
@@ -272,19 +273,13 @@ def _transpose_add(cotangent: Any, x: Any, rows: Any, *, length: int, scattered:
 # vmap: rows of one index after those of the one before it.
 
 
-def _flat_rows(rows: jax.Array, length: int) -> jax.Array:
-    """Returns row numbers (B, R) as (B * R,), those of index b more by b * `length`."""
-    offsets = length * jnp.arange(rows.shape[0], dtype=rows.dtype)[:, None]
-    return jnp.where((rows >= 0) & (rows < length), rows + offsets, -1).reshape(-1)
-
-
 def _batch_pick(axis_data: Any, args: Any, axes: Any) -> tuple[Any, int]:
     x, rows = args[0], mapped_first(axis_data.size, args[1], axes[1])
     if axes[0] is None:
         flat = rows.reshape(-1)
     else:
         x = jnp.moveaxis(x, axes[0], 0)
-        flat = _flat_rows(rows, x.shape[1])
+        flat = _shifted(rows, x.shape[1]).reshape(-1)
         x = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
     out = pick_rows_p.bind(x, flat)
     return out.reshape(*rows.shape, out.shape[1]), 0
@@ -296,8 +291,8 @@ def _batch_add(
     size = axis_data.size
     x, rows = (mapped_first(size, array, axis) for array, axis in zip(args, axes, strict=True))
     out = add_rows_p.bind(
-        x.reshape(size * x.shape[1], x.shape[2]), _flat_rows(rows, length), length=size * length,
-        scattered=scattered,
+        x.reshape(size * x.shape[1], x.shape[2]), _shifted(rows, length).reshape(-1),
+        length=size * length, scattered=scattered,
     )  # fmt: skip
     return out.reshape(size, length, out.shape[1]), 0
 

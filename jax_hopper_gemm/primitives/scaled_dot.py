@@ -23,9 +23,10 @@ from jax import numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
+from ..fusion.graph_to_jax import along
 from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.groups import GroupedAxis
-from ..gemm.product import Options, Product
+from ..gemm.product import Product
 from ..gemm.spec import PROMOTION_K
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
@@ -39,17 +40,6 @@ from .ragged_dot import hopper_ragged_dot
 
 SCALED = Subscripts.parse("mk,nk->mn")
 BATCHED = Subscripts.parse("bmk,bnk->bmn")
-
-
-def hopper_scaled_dot(
-    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, options: Options
-) -> jax.Array:
-    """Returns the product of two matrices, or of as many pairs.
-
-    `preferred_element_type` of the options is its dtype.
-    """
-    product = Product(BATCHED if lhs.ndim == 3 else SCALED, options)
-    return scaled_dot((lhs, rhs), (lhs_scale, rhs_scale), product)[0]
 
 
 def scaled_dot(
@@ -97,6 +87,19 @@ def scale_of_each(scale: jax.Array, block: int, axis: int, extent: int) -> jax.A
     # JAX knows a symbolic extent of what is taken, not of a slice; of no scales nothing is taken.
     one_more = [(0, int(i == axis % scale.ndim)) for i in range(scale.ndim)]
     return jnp.take(jnp.pad(scale, one_more), jnp.arange(extent) // block, axis)
+
+
+def beside_result(scale: jax.Array, letters: str, out: str) -> jax.Array:
+    """Returns an operand's scales as they broadcast against the result of its product.
+
+    Args:
+      scale: with an axis for each of the operand's, of extent 1 where the result has none.
+      letters, out: of the axes of the operand and of the result.
+    """
+    if scale.size == 1:
+        return scale.reshape(())
+    scale = lax.squeeze(scale, [i for i, a in enumerate(letters) if a not in out])
+    return along(scale, "".join(a for a in letters if a in out), out)
 
 
 def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
@@ -157,10 +160,7 @@ def _request_of(
     count = len(product.subscripts.contracted)
     matrices = (_matrices(x.shape, y, count) for x, y in zip((lhs, rhs), scales, strict=True))
     blocks: Any = tuple(block_of(x[-2], y.shape[-2]) for x, y in zip(matrices, scales, strict=True))
-    request = Request(
-        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
-        out_avals[0].dtype.name, product.options, function=jaxpr, blocks=blocks,
-    )  # fmt: skip
+    request = Request.of(product, lhs, rhs, out_avals[0], function=jaxpr, blocks=blocks)
     if product.groups is None:
         return request
     axis = GroupedAxis.of(product.subscripts, product.groups, avals[4].shape[0])

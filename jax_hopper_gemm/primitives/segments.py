@@ -34,6 +34,7 @@ from ..gemm.spec import TMA_ALIGNMENT
 from .define import Rules, define_primitive, mapped_first
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
+from .ragged_reference import zero_unless
 
 
 def segment_broadcast(
@@ -74,11 +75,6 @@ def _owners(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
     return _over_batch(of, sizes.ndim - 1, 0)(sizes)
 
 
-def _where(alive: jax.Array, x: jax.Array) -> jax.Array:
-    alive = lax.expand_dims(alive, range(alive.ndim, x.ndim))
-    return jnp.where(alive, x, jnp.zeros((), x.dtype))
-
-
 def _rows_of_groups(
     x: Any, sizes: Any, *, groups: Groups, length: int, rounded: Any, each: bool
 ) -> jax.Array:
@@ -88,11 +84,11 @@ def _rows_of_groups(
     take = _over_batch(
         lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="clip"), batch, 0 if each else None, 0
     )
-    return _where(owners >= 0, take(x, owners))
+    return zero_unless(owners >= 0, take(x, owners))
 
 
 def _live_rows(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
-    return _where(_owners(sizes, groups, x.shape[sizes.ndim - 1]) >= 0, x)
+    return zero_unless(_owners(sizes, groups, x.shape[sizes.ndim - 1]) >= 0, x)
 
 
 def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:

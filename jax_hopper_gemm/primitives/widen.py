@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from ..lowering.origins import mark_widened
 from ..lowering.register import Lowering, lower_fun_once
-from .auto_axes import in_auto_axes, is_explicit
+from .auto_axes import in_auto_axes
 from .define import Rules, define_primitive, mapped_first
 
 
@@ -38,9 +38,7 @@ def hopper_widen(
     params = {"dtype": np.dtype(dtype), "axis": axis, "group": group, "packed": packed}
     widen = partial(hopper_widen_p.bind, **params)
     arrays = (values,) if scale is None else (values, scale)
-    if is_explicit(values):
-        return in_auto_axes(widen, jax.typeof(values).sharding, *arrays)
-    return widen(*arrays)
+    return in_auto_axes(widen, jax.typeof(values).sharding, *arrays)
 
 
 def unpack(packed: jax.Array) -> jax.Array:

@@ -190,7 +190,8 @@ def _common(left: Axes, right: Axes) -> Axes:
 
 def sharding_rule(letters: Factors, extents: dict[str, int]) -> str:
     """Returns Shardy's rule of a call: which dimensions are the same letter."""
-    names = dict(zip(extents, _factor_names(), strict=False))
+    further = (f"z_{i}" for i in itertools.count(1))
+    names = dict(zip(extents, itertools.chain("ijklmnopqrstuvwxyz", further), strict=False))
 
     def listed(letters: Iterable[str]) -> str:
         return ", ".join(names[x] for x in letters)
@@ -205,8 +206,3 @@ def sharding_rule(letters: Factors, extents: dict[str, int]) -> str:
     kinds = (("reduction", reduced), ("need_replication", whole))
     special = "".join(f" {kind}={{{listed(part)}}}" for kind, part in kinds if part)
     return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
-
-
-def _factor_names() -> Iterable[str]:
-    yield from "ijklmnopqrstuvwxyz"
-    yield from (f"z_{i}" for i in itertools.count(1))

@@ -9,11 +9,9 @@ text and data. The drawings need matplotlib (extra "notebooks"); each returns it
 
 from __future__ import annotations
 
-from .canvas import TILE_COLOURS as TILE_COLOURS
 from .canvas import plain_colour as plain_colour
 from .epilogues import draw_epilogue_tiles as draw_epilogue_tiles
 from .epilogues import graph_lines as graph_lines
-from .fragments import WARP_COLOURS as WARP_COLOURS
 from .fragments import draw_fragment as draw_fragment
 from .fragments import draw_staged_tile as draw_staged_tile
 from .fragments import draw_stmatrix as draw_stmatrix
@@ -22,7 +20,6 @@ from .groups import draw_group_order as draw_group_order
 from .groups import draw_grouped_tiles as draw_grouped_tiles
 from .groups import draw_grouped_work as draw_grouped_work
 from .groups import grouped_tiles as grouped_tiles
-from .memory import KIND_COLOURS as KIND_COLOURS
 from .memory import Part as Part
 from .memory import draw_shared_memory as draw_shared_memory
 from .memory import shared_memory as shared_memory

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
@@ -52,6 +51,7 @@ from support.policies import (
     all_specs,
     along_n,
     block_specs,
+    chosen_specs,
     converted_specs,
     converted_variants,
     eight_bit_specs,
@@ -70,7 +70,6 @@ from support.weights import number_specs, weight_specs
 from tensor_parallel_programs import overlap_specs
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
@@ -114,11 +113,11 @@ def weights() -> list[KernelSpec]:
 
 
 def split() -> list[GemmSpec]:
-    return [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    return [*split_specs(), *(spec for spec in chosen_specs() if spec.split_k)]
 
 
 def transposed() -> list[GemmSpec]:
-    chosen = (spec for spec in table_specs(H200) if spec.d_major == "m")
+    chosen = (spec for spec in chosen_specs() if spec.d_major == "m")
     return [*transposed_specs(), *filter(None, map(along_n, transposed_specs())), *chosen]
 
 
@@ -143,8 +142,8 @@ def everything() -> Iterator[KernelSpec]:
     for part in PARTS.values():
         yield from part()
     yield from all_specs()
-    yield from table_specs(H200)
-    yield from table_specs(replace(H200, comm_overlap=True))
+    yield from chosen_specs()
+    yield from chosen_specs(comm_overlap=True)
     yield from operation_specs().values()
     for program in (*PROGRAMS.values(), *GROUPED_PROGRAMS.values()):
         yield from program.specs()

@@ -16,14 +16,13 @@ from support import direct, graphs, random_grouped, reference, trial
 from support.grouped import Layout, edge_cases, integer_inputs, problem_of
 from support.grouped_results import assert_exact
 from support.places import result_places
-from support.policies import grouped_covering_specs
+from support.policies import chosen_specs, grouped_covering_specs
 
-from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.raster import RasterOrder
 
 SPECS = grouped_covering_specs()
-CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]
+CHOSEN = [spec for spec in chosen_specs() if spec.grouped and spec not in SPECS]
 FEW_SMS = 8  # so that a persistent grid wraps around on problems that are quickly checked
 
 

@@ -14,6 +14,7 @@ import pytest
 from support import bounds, cases, graphs, outcome, reference, trial
 from support.policies import (
     chosen_epilogue_specs,
+    chosen_specs,
     covering_specs,
     eight_bit_specs,
     epilogue_covering_specs,
@@ -25,12 +26,12 @@ from support.policies import (
     tf32_specs,
 )
 
-from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
+from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
-ALONE = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
-ON_SEVERAL = table_specs(replace(H200, comm_overlap=True))
+ALONE = [s for s in dict.fromkeys((*covering_specs(), *chosen_specs())) if not s.grouped]
+ON_SEVERAL = chosen_specs(comm_overlap=True)
 SPECS = list(dict.fromkeys((*ALONE, *(s for s in ON_SEVERAL if not s.grouped))))
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 320

@@ -13,12 +13,10 @@ import pytest
 from support import cases, outcome, trial
 from support.direct import WORKSPACE_GUARD, prepare
 from support.places import result_places
-from support.policies import split_specs
+from support.policies import chosen_specs, split_specs
 from support.reference import input_places
 
-from jax_hopper_gemm.dispatch import H200, table_specs
-
-CHOSEN = [spec for spec in table_specs(H200) if spec.split_k]
+CHOSEN = [spec for spec in chosen_specs() if spec.split_k]
 SPECS = list(dict.fromkeys((*split_specs(), *CHOSEN)))
 FEW_SMS = 36  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 400

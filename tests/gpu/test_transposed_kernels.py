@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import cases, graphs, outcome, trial
-from support.policies import along_n, transposed_specs
+from support.policies import along_n, chosen_specs, transposed_specs
 
-from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
+from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 
-CHOSEN = [spec for spec in table_specs(H200) if spec.d_major == "m"]
+CHOSEN = [spec for spec in chosen_specs() if spec.d_major == "m"]
 SPECS = list(dict.fromkeys((*transposed_specs(), *CHOSEN)))
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 200

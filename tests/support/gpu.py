@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hopper_gemm.dispatch import Device
+from jax_hopper_gemm.dispatch import Device, gpu_of
 
 
 class CudaError(RuntimeError):
@@ -115,7 +115,7 @@ class Gpu:
                 "MULTIPROCESSOR_COUNT",
             )
         )
-        return Device((major, minor), sms)
+        return Device((major, minor), sms, gpu=gpu_of(self.name))
 
     @cached_property
     def name(self) -> str:

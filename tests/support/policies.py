@@ -31,7 +31,7 @@ from support.choices import (
 from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 
-from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.dispatch import H100, H200, table_specs
 from jax_hopper_gemm.gemm.legality import configuration_violations, violations
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -213,6 +213,13 @@ def all_specs() -> tuple[GemmSpec, ...]:
 
 
 @cache
+def chosen_specs(*, comm_overlap: bool = False) -> tuple[GemmSpec, ...]:
+    """Returns the kernels without an epilogue that dispatch may choose on an H100 or H200."""
+    gpus = [replace(gpu, comm_overlap=comm_overlap) for gpu in (H200, H100)]
+    return tuple(dict.fromkeys(spec for gpu in gpus for spec in table_specs(gpu)))
+
+
+@cache
 def compiled_specs() -> tuple[GemmSpec, ...]:
     """Returns kernels to compile: of all that run on a GPU, enough for every pair of traits."""
     pool = dict.fromkeys(
@@ -220,7 +227,7 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
             *split_specs(), *transposed_specs(), *loose_specs(), *panel_specs(),
             *epilogue_covering_specs(), *grouped_covering_specs(), *chosen_epilogue_specs(),
-            *table_specs(H200),
+            *chosen_specs(),
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, shown_by_code))

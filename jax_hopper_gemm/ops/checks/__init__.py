@@ -1,6 +1,5 @@
 """Checks of users' arguments; errors say what came, what was expected, and the way out."""
 
-from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
 from .arguments import as_cotangent_dtype as as_cotangent_dtype
@@ -24,6 +23,5 @@ from .steps import check_activated as check_activated
 from .steps import check_result_dtypes as check_result_dtypes
 from .steps import check_steps as check_steps
 from .steps import results as results
-from .wording import ShapeError as ShapeError
 from .wording import describe as describe
 from .wording import names_itself as names_itself

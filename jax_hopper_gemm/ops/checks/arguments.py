@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -23,18 +23,13 @@ def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: An
 
     After them come the `optional` ones, of which None stays None.
     """
-    return _as_arrays(op, {**operands, **(optional or {})}, optional or ())
+    return named_arrays(op, {**operands, **(optional or {})}, optional or ())
 
 
-def as_operands(op: str, name: str, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns a sequence of operands of this name likewise; keys of random numbers may be there."""
-    named = {f"{name}[{i}]": x for i, x in enumerate(operands)}
-    return tuple(_as_arrays(op, named, keys=True))
-
-
-def _as_arrays(
+def named_arrays(
     op: str, operands: Mapping[str, Any], optional: Container[str] = (), *, keys: bool = False
 ) -> list[Any]:
+    """Returns operands likewise, by names that are no words; `keys` of random numbers, too."""
     arrays = [
         convert() if (convert := getattr(x, "__jax_array__", None)) else x
         for x in operands.values()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...gemm.product import Options
-from .arguments import as_operands, choice_problems, function_problems, is_array, not_numbers
+from .arguments import choice_problems, function_problems, is_array, named_arrays, not_numbers
 from .wording import counted, describe, dtypes_text, fail
 
 
@@ -38,7 +38,8 @@ def check_steps(
         )
     problems += choice_problems(options.save_preactivation, options.implementation)
     fail(op, problems, mistyped)
-    return as_operands(op, "epilogue_operands", operands)
+    named = {f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}
+    return tuple(named_arrays(op, named, keys=True))
 
 
 def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
