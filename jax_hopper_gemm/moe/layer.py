@@ -42,7 +42,7 @@ def mixture_of_experts(
     activation: Activation = "silu",
     score: Score = "softmax",
     normalize: bool = True,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     selection_bias: ArrayLike | None = None,
     expert_axis: str | Sequence[str] | None = None,
     exchange: Exchange = "gather",

@@ -96,7 +96,7 @@ def route(
     *,
     score: Score = "softmax",
     normalize: bool = True,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     selection_bias: ArrayLike | None = None,
     experts: ArrayLike | None = None,
 ) -> Routing:
@@ -154,7 +154,7 @@ def route_tokens(
     *,
     score: Score = "softmax",
     normalize: bool = True,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     selection_bias: ArrayLike | None = None,
     precision: Any = None,
     implementation: Implementation = None,
