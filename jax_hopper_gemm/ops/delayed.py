@@ -8,7 +8,7 @@ tensor is quantized in one pass, by a scale that is known before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,16 +27,13 @@ from ..primitives.dot import hopper_dot
 from ..primitives.quantize import largest_magnitude, rounded, scale_of
 from .batch_invariance import in_contexts
 from .dense_run import INLINE
-from .quantized import storable
+from .quantized import STATIC, storable, tell_flax
 from .steps import Steps
 
 ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("scale", "amax_history"), meta_fields=("gradients",),
-)  # fmt: skip
+@storable
 @dataclass(frozen=True)
 class DelayedScaling:
     """One scale for each tensor, from its largest magnitudes at former steps.
@@ -64,7 +61,9 @@ class DelayedScaling:
 
     scale: jax.Array
     amax_history: jax.Array
-    gradients: Float8 = "float8_e5m2"
+    gradients: Float8 = field(default="float8_e5m2", metadata=STATIC)
+
+    __post_init__ = tell_flax
 
     @classmethod
     def initial(cls, length: int = 1024, gradients: Float8 = "float8_e5m2") -> DelayedScaling:
@@ -98,9 +97,6 @@ class DelayedScaling:
             amax = lax.pmax(amax, shared)
         history = jnp.roll(history, -1, 1).at[:, 0].set(amax)
         return replace(self, scale=jnp.stack(scales), amax_history=history)
-
-
-storable(DelayedScaling)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ such arrays, `weights` is about one beside an array of 16 bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,40 @@ from . import checks
 
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 _SIZES = ", ".join(map(str, sorted((1, *BLOCKS))))
+STATIC = {"static": True}  # of a field that is no array
+Class = TypeVar("Class", bound=type)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("values", "scale", "zero"),
-    meta_fields=("packed",),
-)
+def storable(cls: Class) -> Class:
+    """Makes a dataclass a pytree that a program takes or returns; `jax.export` can store it."""
+    jax.tree_util.register_dataclass(cls)
+    export.register_pytree_node_serialization(
+        cls, serialized_name=f"jax_hopper_gemm.{cls.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+    )  # fmt: skip
+    return cls
+
+
+def tell_flax(x: Any) -> None:
+    """Tells Flax, where it is imported by now, how to store a dataclass of arrays."""
+    if flax := sys.modules.get("flax.serialization"):
+        flax.register_serialization_state(type(x), _arrays_of, _with_arrays, override=True)
+
+
+def _arrays_of(x: Any) -> dict[str, Any]:
+    return {f.name: getattr(x, f.name) for f in fields(x) if f.metadata != STATIC}
+
+
+def _with_arrays(x: Any, arrays: Mapping[str, Any]) -> Any:
+    if (names := set(_arrays_of(x))) != set(arrays):
+        raise ValueError(
+            f"{type(x).__name__}: a stored one has {sorted(arrays)}, expected {sorted(names)}"
+        )
+    return replace(x, **arrays)
+
+
+@storable
 @dataclass(frozen=True)
 class Quantized:
     """An array as `(values - zero) * scale` of 8 or 4 bits; products take it as it is.
@@ -50,8 +78,10 @@ class Quantized:
 
     values: jax.Array
     scale: jax.Array
-    packed: bool = False
+    packed: bool = field(default=False, metadata=STATIC)
     zero: jax.Array | None = None
+
+    __post_init__ = tell_flax
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,18 +125,6 @@ class Quantized:
             half = (*self.shape[:-1], self.shape[-1] // 2)
             run = partial(in_auto_axes, pack, kept_sharding(self.values, half))
         return Quantized(run(self.values), self.scale, True, self.zero)
-
-
-def storable(cls: type[Any]) -> None:
-    """Tells `jax.export` how to store a dataclass that a program takes or returns."""
-    export.register_pytree_node_serialization(
-        cls, serialized_name=f"jax_hopper_gemm.{cls.__name__}",
-        serialize_auxdata=lambda fields: json.dumps(fields).encode(),
-        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
-    )  # fmt: skip
-
-
-storable(Quantized)
 
 
 class QArray(Protocol):
@@ -198,7 +216,7 @@ def _as_blocks(block: Any) -> tuple[int | None, ...]:
 
 
 def as_quantized(op: str, name: str, x: Any) -> Any:
-    """Returns Qwix's `QArray` as a `Quantized`, anything else as it is.
+    """Returns Qwix's `QArray` as a `Quantized`, also of a Flax variable; anything else as it is.
 
     Its scales may belong to any number of neighbours: where these are no block, they are repeated
     for each of the largest blocks that they are a multiple of, or for each element.
@@ -206,7 +224,10 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
     Raises:
       TypeError: its values are no numbers, as those of nf4.
     """
-    if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
+    held = getattr(x, "get_value", None)  # of a variable of Flax nnx
+    if callable(held) and is_quantized(array := held()):
+        return array
+    if not all(hasattr(x, name) for name in ("qvalue", "scale", "zero_point")):
         return x
     qtype, dtype = getattr(x, "qtype", None), jnp.dtype(x.qvalue.dtype)
     if isinstance(qtype, str) and jnp.issubdtype(dtype, jnp.unsignedinteger) and qtype != dtype:
