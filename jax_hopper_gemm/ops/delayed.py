@@ -27,7 +27,7 @@ from ..primitives.dot import hopper_dot
 from ..primitives.quantize import largest_magnitude, rounded, scale_of
 from .batch_invariance import in_contexts
 from .dense_run import INLINE
-from .quantized import STATIC, storable, tell_flax
+from .quantized import STATIC, dtype_name, storable, tell_flax
 from .steps import Steps
 
 ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
@@ -73,7 +73,8 @@ class DelayedScaling:
                 f"DelayedScaling.initial: length is {length!r}, expected an int from 1"
             )
         scale, history = np.ones(3, np.float32), np.zeros((3, length), np.float32)
-        return cls(jnp.asarray(scale), jnp.asarray(history), gradients)
+        name: Any = gradients if isinstance(gradients, str) else dtype_name(gradients)
+        return cls(jnp.asarray(scale), jnp.asarray(history), name)
 
     def current_scale(self, number: int) -> jax.Array:
         """Returns the scale of a tensor at this step.

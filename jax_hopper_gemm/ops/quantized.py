@@ -174,7 +174,7 @@ def quantize(
         floats of 8 bits are asked for zero points.
     """
     (x,) = checks.as_arrays("quantize", x=x)
-    x, name = jnp.asarray(x), _dtype_name(dtype)
+    x, name = jnp.asarray(x), dtype_name(dtype)
     if name not in WEIGHTS:
         raise TypeError(f"quantize: dtype is {name}, expected {one_of(WEIGHTS)}")
     if not isinstance(symmetric, bool):
@@ -199,7 +199,7 @@ def quantize(
     return Quantized(values, scale, zero=zero[0] if zero else None)
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     try:
         return "None" if dtype is None else jnp.dtype(dtype).name
     except TypeError:
