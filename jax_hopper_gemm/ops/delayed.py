@@ -68,7 +68,7 @@ class DelayedScaling:
     @classmethod
     def initial(cls, length: int = 1024, gradients: Float8 = "float8_e5m2") -> DelayedScaling:
         """Returns the state before the first step: scales of 1, no magnitude seen."""
-        if not isinstance(length, int | np.integer) or length < 1:
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
             raise ValueError(
                 f"DelayedScaling.initial: length is {length!r}, expected an int from 1"
             )
