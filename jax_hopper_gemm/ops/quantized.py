@@ -253,7 +253,7 @@ def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     checks.as_arrays(op, None, **{f"{name}.values": values, f"{name}.scale": scale})
-    if not jnp.issubdtype(scale.dtype, jnp.floating):
+    if not jnp.issubdtype(jnp.result_type(scale), jnp.floating):
         raise TypeError(
             f"{op}: the scale of {name} is {checks.describe(scale)}, expected floats: convert it "
             "to float32"
@@ -274,7 +274,7 @@ def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
             f"values, {checks.describe(values)}"
         )
     found = []
-    for extent, count in zip(x.shape, scale.shape, strict=True):
+    for extent, count in zip(x.shape, jnp.shape(scale), strict=True):
         sizes = {-(-extent // block): block for block in BLOCKS} | {extent: 1, 1: 0}
         if count not in sizes:
             counts = [f"{-(-extent // block)} (one for each {block})" for block in BLOCKS]
