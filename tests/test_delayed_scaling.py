@@ -106,6 +106,17 @@ def test_all_three_products_run_on_kernels_of_8_bits():
     assert all("float8_e5m2" in (spec.a_dtype, spec.b_dtype) for spec in backward)
 
 
+@pytest.mark.parametrize("extents", [(0, 8, 4), (4, 0, 8), (4, 8, 0)])
+def test_empty_operands_are_zeros_and_leave_scales(extents):
+    m, k, n = extents
+    x, w, state = jnp.ones((m, k)), jnp.ones((k, n)), recipes.DelayedScaling.initial(2)
+    y, gradient = jax.vjp(lambda *args: jhg.matmul(*args[:2], recipe=args[2]), x, w, state)
+    dx, dw, new = gradient(jnp.ones((m, n)))
+    for found, like in ((y, jnp.zeros((m, n))), (dx, jnp.zeros((m, k))), (dw, jnp.zeros((k, n)))):
+        np.testing.assert_array_equal(found, like, strict=True)
+    np.testing.assert_array_equal(new.scale, np.ones(3))
+
+
 def test_a_scan_takes_a_state_for_each_layer():
     ws, x = normal((3, 64, 64), 0), normal((32, 64), 1)
     states = jax.tree.map(lambda s: jnp.stack([s] * 3), recipes.DelayedScaling.initial(4))
@@ -132,6 +143,7 @@ X = jnp.ones((16, 16))
         (lambda: jhg.matmul(X, X, recipe=recipes.DelayedScaling(jnp.ones(2), jnp.ones((3, 2)))),
          ValueError, r"scales f32\[2\] and a history f32\[3,2\], expected f32\[3\]"),
         (lambda: recipes.DelayedScaling.initial(0), ValueError, "length is 0, expected an int"),
+        (lambda: recipes.DelayedScaling.initial(True), ValueError, "length is True, expected an i"),
         (lambda: jhg.matmul(X, X, recipe=recipes.DelayedScaling(jnp.ones(3), jnp.ones((3, 0)))),
          ValueError, r"a history f32\[3,0\], expected f32\[3\] and f32\[3,length\]"),
         (lambda: jhg.matmul(X, X.astype(int), recipe=STATE), TypeError, "a recipe takes floats"),
@@ -196,3 +208,12 @@ def test_states_are_float32_in_programs_of_64_bits_and_keep_nans():
         new = jax.grad(lambda s: jhg.matmul(x, w, recipe=s).sum())(state)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((state, new))} == {"float32"}
     assert np.isnan(new.amax_history[:, 0]).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.dtype("float8_e4m3fn"), "float8_e4m3fn"])
+def test_a_dtype_of_gradients_is_kept_by_name(dtype):
+    state = recipes.DelayedScaling.initial(4, dtype)
+    assert state == recipes.DelayedScaling(state.scale, state.amax_history, "float8_e4m3fn")
+    product = jax.jit(lambda state: jhg.matmul(X, X, recipe=state))
+    stored = jax.export.export(product)(state).serialize()
+    np.testing.assert_array_equal(jax.export.deserialize(stored).call(state), product(state))

@@ -77,6 +77,22 @@ def test_gradients_have_the_operands_dtypes(a_dtype, b_dtype, preferred):
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("wrapped", [jhg.accelerate, jax.jit])
+def test_integers_do_not_move_with_operands_of_floats(wrapped, grouped):
+    """Within one program, too, where JAX converts the tangent of its product of integers."""
+    x, y = integers((3, 4)), integers((4, 5), seed=1)
+
+    def product(x, y):
+        if grouped:
+            return jax.lax.ragged_dot(x, y[None], jnp.array([3]), preferred_element_type=jnp.int32)
+        return jnp.matmul(x, y, preferred_element_type=jnp.int32)
+
+    moving = wrapped(lambda x, y: jhg.accelerate(product)(x, y) + 0.5)
+    assert_same(jax.jvp(moving, (x, y), (x, y))[1], jnp.zeros((3, 5)))
+    assert_same(jax.jacfwd(moving)(x, y), jnp.zeros((3, 5, 3, 4)))
+
+
 MAPPED = [
     axes
     for axes in itertools.product((None, 0, 1, 2), repeat=2)

@@ -61,6 +61,9 @@ CASES = [
     (lambda: MATMUL(A, B, c=jnp.zeros((128, 32), jnp.int32)), ValueError,
      "matmul: c is i32[128,32], whose dtype the result takes and which cannot hold the product "
      "of bf16[128,64] and bf16[64,32]: convert c, or pass preferred_element_type"),
+    (lambda: MATMUL(*(x.astype(jnp.int32) for x in (A, B)), c=bf16(128, 32)), ValueError,
+     "matmul: c is bf16[128,32], whose dtype the result takes and which cannot hold the product "
+     "of i32[128,64] and i32[64,32]: convert c, or pass preferred_element_type"),
     (lambda: MATMUL(A, B, bias=jnp.zeros(32, jnp.complex64), alpha=1j), ValueError,
      "matmul: alpha is c64[], which is complex, and the product is not: convert one of them, or "
      "pass preferred_element_type; bias is c64[32], which is complex, and the product is not: "

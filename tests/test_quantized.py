@@ -364,6 +364,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          ValueError, "an axis of 64 has 64, .* 1 .* or 1"),
         (lambda: jhg.dot_general(jhg.Quantized(Q.values, None), Q, (((1,), (1,)), ((), ()))),  # type: ignore[arg-type]
          TypeError, "lhs.scale is a NoneType, expected an array"),
+        (lambda: jhg.Quantized(Q.values, 1.0).dequantize(), ValueError,  # type: ignore[arg-type]
+         r"the scale of self is f32\[\], expected the rank of its values, f8_e4m3fn\[64,256\]"),
         (lambda: jhg.einsum("mk,nk->mn", jhg.Quantized(Q.values, Q.scale.astype(int)), Q),
          TypeError, r"the scale of lhs is i32\[64,2\], expected floats: convert it to float32"),
         (lambda: jhg.Quantized(Q.values, Q.scale + 1j).dequantize(), TypeError,

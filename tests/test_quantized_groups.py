@@ -83,6 +83,10 @@ def test_mistakes_are_named():
     numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     with pytest.raises(NotImplementedError, match="rows in groups, .M, K., are multiplied"):
         jhg.ragged_dot_general(x, x, SIZES, numbers)
+    packed = jhg.quantize(normal(4, 160, K), "int4").pack_weights()
+    numbers = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
+    with pytest.raises(NotImplementedError, match=r"packed ones in the order .G, K, N.; lhs has 2"):
+        jhg.ragged_dot_general(normal(M, K).astype(jnp.bfloat16), packed, SIZES, numbers)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

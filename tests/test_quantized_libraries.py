@@ -97,6 +97,43 @@ def test_qwix_quantizes_them():
     np.testing.assert_allclose(jhg.matmul(a, b), qwix.dot(a, b), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["int8", "packed", "zero points", "state"])
+def test_flax_stores_them(kind):
+    """Arrays alone; what is static is that of the one restored into, as for Flax's own classes."""
+    serialization = pytest.importorskip("flax.serialization")
+    w = np.random.default_rng(0).standard_normal((K, N)).astype(np.float32)
+    made: dict[str, Any] = {
+        "int8": lambda: jhg.quantize(w, jnp.int8, (None, 1)),
+        "packed": lambda: jhg.quantize(w, jnp.int4, (128, 1)).pack_weights(),
+        "zero points": lambda: jhg.quantize(w, jnp.int4, (128, 1), symmetric=False),
+        "state": lambda: jhg.recipes.DelayedScaling(jnp.arange(3.0), jnp.ones((3, 4))),
+    }
+    tree = {"layer": made[kind]()}
+    like = jax.tree.map(jnp.zeros_like, tree)
+    again = serialization.from_bytes(like, serialization.to_bytes(tree))
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    for x, y in zip(*map(jax.tree.leaves, (again, tree)), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match=r"a stored one has \['values'\], expected \['"):
+        serialization.from_state_dict(like, {"layer": {"values": 1}})
+
+
+@pytest.mark.parametrize("function", ["matmul", "ragged_dot", "gated_linear_unit"])
+def test_a_flax_variable_may_hold_one(function):
+    nnx = pytest.importorskip("flax.nnx")
+    x = jnp.ones((M, K), jnp.bfloat16)
+    w = jhg.quantize(np.ones((1, K, N), np.float32), jnp.int8, (None, None, 1))
+    if function != "ragged_dot":
+        w = jax.tree.map(lambda array: array[0], w)
+    products: dict[str, Any] = {
+        "matmul": jhg.matmul, "ragged_dot": lambda x, w: jhg.ragged_dot(x, w, jnp.array([M])),
+        "gated_linear_unit": lambda x, w: jhg.gated_linear_unit(x, (w, w)),
+    }  # fmt: skip
+    product = products[function]
+    np.testing.assert_array_equal(product(x, nnx.Param(w)), product(x, w))
+
+
 def test_flax_products_of_8_bits_run_on_kernels():
     """Scales that follow the products of its gradients are in their kernels.
 

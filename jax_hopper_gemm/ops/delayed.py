@@ -8,7 +8,7 @@ tensor is quantized in one pass, by a scale that is known before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,16 +27,13 @@ from ..primitives.dot import hopper_dot
 from ..primitives.quantize import largest_magnitude, rounded, scale_of
 from .batch_invariance import in_contexts
 from .dense_run import INLINE
-from .quantized import storable
+from .quantized import STATIC, dtype_name, storable, tell_flax
 from .steps import Steps
 
 ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("scale", "amax_history"), meta_fields=("gradients",),
-)  # fmt: skip
+@storable
 @dataclass(frozen=True)
 class DelayedScaling:
     """One scale for each tensor, from its largest magnitudes at former steps.
@@ -64,17 +61,20 @@ class DelayedScaling:
 
     scale: jax.Array
     amax_history: jax.Array
-    gradients: Float8 = "float8_e5m2"
+    gradients: Float8 = field(default="float8_e5m2", metadata=STATIC)
+
+    __post_init__ = tell_flax
 
     @classmethod
     def initial(cls, length: int = 1024, gradients: Float8 = "float8_e5m2") -> DelayedScaling:
         """Returns the state before the first step: scales of 1, no magnitude seen."""
-        if not isinstance(length, int | np.integer) or length < 1:
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
             raise ValueError(
                 f"DelayedScaling.initial: length is {length!r}, expected an int from 1"
             )
         scale, history = np.ones(3, np.float32), np.zeros((3, length), np.float32)
-        return cls(jnp.asarray(scale), jnp.asarray(history), gradients)
+        name: Any = gradients if isinstance(gradients, str) else dtype_name(gradients)
+        return cls(jnp.asarray(scale), jnp.asarray(history), name)
 
     def current_scale(self, number: int) -> jax.Array:
         """Returns the scale of a tensor at this step.
@@ -98,9 +98,6 @@ class DelayedScaling:
             amax = lax.pmax(amax, shared)
         history = jnp.roll(history, -1, 1).at[:, 0].set(amax)
         return replace(self, scale=jnp.stack(scales), amax_history=history)
-
-
-storable(DelayedScaling)
 
 
 @dataclass(frozen=True)

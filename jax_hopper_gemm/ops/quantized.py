@@ -7,11 +7,12 @@ such arrays, `weights` is about one beside an array of 16 bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,40 @@ from . import checks
 
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 _SIZES = ", ".join(map(str, sorted((1, *BLOCKS))))
+STATIC = {"static": True}  # of a field that is no array
+Class = TypeVar("Class", bound=type)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("values", "scale", "zero"),
-    meta_fields=("packed",),
-)
+def storable(cls: Class) -> Class:
+    """Makes a dataclass a pytree that a program takes or returns; `jax.export` can store it."""
+    jax.tree_util.register_dataclass(cls)
+    export.register_pytree_node_serialization(
+        cls, serialized_name=f"jax_hopper_gemm.{cls.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+    )  # fmt: skip
+    return cls
+
+
+def tell_flax(x: Any) -> None:
+    """Tells Flax, where it is imported by now, how to store a dataclass of arrays."""
+    if flax := sys.modules.get("flax.serialization"):
+        flax.register_serialization_state(type(x), _arrays_of, _with_arrays, override=True)
+
+
+def _arrays_of(x: Any) -> dict[str, Any]:
+    return {f.name: getattr(x, f.name) for f in fields(x) if f.metadata != STATIC}
+
+
+def _with_arrays(x: Any, arrays: Mapping[str, Any]) -> Any:
+    if (names := set(_arrays_of(x))) != set(arrays):
+        raise ValueError(
+            f"{type(x).__name__}: a stored one has {sorted(arrays)}, expected {sorted(names)}"
+        )
+    return replace(x, **arrays)
+
+
+@storable
 @dataclass(frozen=True)
 class Quantized:
     """An array as `(values - zero) * scale` of 8 or 4 bits; products take it as it is.
@@ -50,8 +78,10 @@ class Quantized:
 
     values: jax.Array
     scale: jax.Array
-    packed: bool = False
+    packed: bool = field(default=False, metadata=STATIC)
     zero: jax.Array | None = None
+
+    __post_init__ = tell_flax
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,18 +123,6 @@ class Quantized:
         half = kept_sharding(self.values, (*self.shape[:-1], self.shape[-1] // 2))
         packed = in_auto_axes(pack, half, self.values)  # slices of an axis
         return Quantized(packed, self.scale, True, self.zero)
-
-
-def storable(cls: type[Any]) -> None:
-    """Tells `jax.export` how to store a dataclass that a program takes or returns."""
-    export.register_pytree_node_serialization(
-        cls, serialized_name=f"jax_hopper_gemm.{cls.__name__}",
-        serialize_auxdata=lambda fields: json.dumps(fields).encode(),
-        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
-    )  # fmt: skip
-
-
-storable(Quantized)
 
 
 class QArray(Protocol):
@@ -154,7 +172,7 @@ def quantize(
         floats of 8 bits are asked for zero points.
     """
     (x,) = checks.as_arrays("quantize", x=x)
-    x, name = jnp.asarray(x), _dtype_name(dtype)
+    x, name = jnp.asarray(x), dtype_name(dtype)
     if name not in WEIGHTS:
         raise TypeError(f"quantize: dtype is {name}, expected {one_of(WEIGHTS)}")
     if not isinstance(symmetric, bool):
@@ -178,7 +196,7 @@ def quantize(
     return Quantized(values, scale, zero=zero[0] if zero else None)
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     try:
         return "None" if dtype is None else jnp.dtype(dtype).name
     except TypeError:
@@ -195,7 +213,7 @@ def _as_blocks(block: Any) -> tuple[int | None, ...]:
 
 
 def as_quantized(op: str, name: str, x: Any) -> Any:
-    """Returns Qwix's `QArray` as a `Quantized`, anything else as it is.
+    """Returns Qwix's `QArray` as a `Quantized`, also of a Flax variable; anything else as it is.
 
     Its scales may belong to any number of neighbours: where these are no block, they are repeated
     for each of the largest blocks that they are a multiple of, or for each element.
@@ -203,7 +221,10 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
     Raises:
       TypeError: its values are no numbers, as those of nf4.
     """
-    if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
+    held = getattr(x, "get_value", None)  # of a variable of Flax nnx
+    if callable(held) and is_quantized(array := held()):
+        return array
+    if not all(hasattr(x, name) for name in ("qvalue", "scale", "zero_point")):
         return x
     qtype, dtype = getattr(x, "qtype", None), jnp.dtype(x.qvalue.dtype)
     if isinstance(qtype, str) and jnp.issubdtype(dtype, jnp.unsignedinteger) and qtype != dtype:
@@ -229,7 +250,7 @@ def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     checks.as_arrays(op, None, **{f"{name}.values": values, f"{name}.scale": scale})
-    if not jnp.issubdtype(scale.dtype, jnp.floating):
+    if not jnp.issubdtype(jnp.result_type(scale), jnp.floating):
         raise TypeError(
             f"{op}: the scale of {name} is {checks.describe(scale)}, expected floats: convert it "
             "to float32"
@@ -250,7 +271,7 @@ def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
             f"values, {checks.describe(values)}"
         )
     found = []
-    for extent, count in zip(x.shape, scale.shape, strict=True):
+    for extent, count in zip(x.shape, jnp.shape(scale), strict=True):
         sizes = {-(-extent // block): block for block in BLOCKS} | {extent: 1, 1: 0}
         if count not in sizes:
             counts = [f"{-(-extent // block)} (one for each {block})" for block in BLOCKS]

@@ -221,8 +221,12 @@ def ragged_dot_general(
     )
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.as_result_dtype(op, preferred_element_type, several=False)
+    whole = (  # packed values are half as many
+        jax.ShapeDtypeStruct(x.shape, values.dtype) if is_quantized(x) else values
+        for x, values in zip(given, (lhs, rhs), strict=True)
+    )
     numbers = checks.check_ragged_dot_general(
-        lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
+        *whole, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
         implementation, terms, preferred_element_type,
     )  # fmt: skip
     if is_quantized(*given):

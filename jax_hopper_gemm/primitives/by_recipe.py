@@ -64,7 +64,8 @@ class Operand:
         others = "".join(a for a in self.letters if a not in contracted)
         order = [self.letters.index(a) for a in others + contracted]
         values = lax.transpose(self.values, order)
-        values = values.reshape(*values.shape[: len(others)], -1)
+        lead, ends = values.shape[: len(others)], values.shape[len(others) :]
+        values = values.reshape(*lead, prod(ends))  # -1 is no extent beside one of 0
         values = jnp.pad(values, [*[(0, 0)] * len(others), (0, more)])
         scale = self.scale
         if not blocks:

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
 
-from ..fusion.jaxprs import jvp_by, traced_once, transpose_by
+from ..fusion.jaxprs import is_inexact, jvp_by, traced_once, transpose_by
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.request import Request
 from .experimental import HopperPrimitive
@@ -127,7 +127,7 @@ def _linear_jvp(
 ) -> tuple[Any, Any]:
     result = primitive.bind(*primals, **params)
     total = ad.Zero(jax.typeof(result).to_tangent_aval())
-    for i in linear_in:
+    for i in linear_in if is_inexact(result) else ():
         if type(tangents[i]) is not ad.Zero:
             operands = *primals[:i], tangents[i], *primals[i + 1 :]
             total = ad.add_tangents(total, primitive.bind(*operands, **params))

@@ -117,6 +117,14 @@ def kind(x: Any) -> int:
     return int(jnp.issubdtype(dtype, np.floating))
 
 
+def bits(x: Any) -> int:
+    """Returns how many digits, 0 or 1, a number of an array has."""
+    dtype = jax.dtypes.result_type(x)
+    if dtype == np.bool_:
+        return 1
+    return (jnp.finfo if kind(dtype) else jnp.iinfo)(dtype).bits
+
+
 def check_accelerated(op: str, function: Any, implementation: Any, fuse: Any) -> None:
     """Checks a function to accelerate and how."""
     if not callable(function):

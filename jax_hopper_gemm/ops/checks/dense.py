@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...gemm.subscripts import Subscripts
-from .arguments import COMPLEX, activation_problems, kind, strong_dtype
+from .arguments import COMPLEX, activation_problems, bits, kind, strong_dtype
 from .wording import counted, describe, differ, fail
 
 
@@ -106,7 +106,8 @@ def kind_problems(a: Any, b: Any, terms: Mapping[str, Any], preferred: Any) -> l
     decides = c is not None and not single and strong_dtype(c) is not None
     product = kind(np.result_type(preferred)) if single else max(kind(a), kind(b))
     problems = []
-    if decides and kind(c) < product:
+    narrow = decides and product == 0 and bits(c) < max(bits(a), bits(b))  # JAX cuts no integers
+    if narrow or (decides and kind(c) < product):
         problems.append(
             f"c is {describe(c)}, whose dtype the result takes and which cannot hold the product "
             f"of {describe(a)} and {describe(b)}: convert c, or pass preferred_element_type"
