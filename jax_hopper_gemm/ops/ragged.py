@@ -221,13 +221,14 @@ def ragged_dot_general(
     )
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.as_result_dtype(op, preferred_element_type, several=False)
-    whole = (  # packed values are half as many
-        jax.ShapeDtypeStruct(x.shape, values.dtype) if is_quantized(x) else values
-        for x, values in zip(given, (lhs, rhs), strict=True)
-    )
+    whole: list[Any] = [  # packed values are half as many
+        jax.ShapeDtypeStruct(x.shape, x.values.dtype) if isinstance(x, Quantized) else array
+        for x, array in zip(given, (lhs, rhs), strict=True)
+    ]
     numbers = checks.check_ragged_dot_general(
-        *whole, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
-        implementation, terms, preferred_element_type,
+        whole[0], whole[1], ragged_dot_dimension_numbers,
+        checks.GroupArguments(group_sizes, group_offset), implementation, terms,
+        preferred_element_type,
     )  # fmt: skip
     if is_quantized(*given):
         pair = _in_order_of_ragged_dot(op, *given, numbers)
