@@ -29,14 +29,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from ..gemm.legality import violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
-from .device import Device, Gpu
+from .device import GPUS, Device
 from .legality import pairing_violations
 
 TABLE_VERSION = 2
@@ -291,8 +291,8 @@ def _raster_order(value: Any) -> RasterOrder:
 
 def _device(value: Any) -> Device:
     _expect_fields(value, {"gpu", "compute_capability", "num_sms"}, "device has")
-    if value["gpu"] not in get_args(Gpu):
-        raise _Bad(f"gpu is {value['gpu']!r}, not one of {', '.join(get_args(Gpu))}")
+    if value["gpu"] not in [*GPUS]:
+        raise _Bad(f"gpu is {value['gpu']!r}, not one of {', '.join(GPUS)}")
     capability = _expect(value["compute_capability"], list, "compute_capability")
     if len(capability) != 2 or not all(type(part) is int for part in capability):
         raise _Bad(f"compute_capability is {capability}, not [major, minor]")
@@ -335,7 +335,7 @@ def tables_of(device: Device) -> tuple[Table, ...]:
     Raises:
       TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
-    devices = dict.fromkeys((device, replace(device, gpu="H200")))
+    devices = (device,) if device.gpu == "H200" else (device, replace(device, gpu="H200"))
     tables = ((d, table) for d in devices for table in (*_environment_tables(), packaged_table(d)))
     return tuple(table for d, table in tables if table.device == d)
 
