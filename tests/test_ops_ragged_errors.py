@@ -15,6 +15,10 @@ import jax_hopper_gemm as jhg
 
 RAGGED: Any = jhg.ragged_dot  # taken with arguments of other types than it declares
 GENERAL: Any = jhg.ragged_dot_general
+COLUMNS, C = jnp.zeros((T, N)), jnp.zeros((len(SIZES), K, N))
+SUM = numbers(([0], [0]), ([], []), 0, None)
+ROWS = numbers(([1], [1]), ([], []), 0, 0)
+BATCH = numbers(([1], [1]), ([0], [0]), 0, None)
 
 ERRORS = [
     (lambda: jhg.ragged_dot(LHS[0], RHS, SIZES), ValueError,
@@ -90,6 +94,28 @@ ERRORS = [
         "implementation='hopper': no kernel runs ragged_dot_general: it contracts axes outside of "
         "the ragged one",
     ),
+    (lambda: GENERAL(LHS, COLUMNS, SIZES, SUM, c=C[0]), ValueError,
+     "ragged_dot_general: c is f32[3,4], expected the result's shape (3, 3, 4)"),
+    (lambda: GENERAL(LHS, COLUMNS, SIZES, SUM, c=jnp.swapaxes(C, 1, 2), alpha=jnp.ones(2)),
+     ValueError, "ragged_dot_general: alpha is f32[2], expected a number or a scalar array; c is "
+     "f32[3,4,3], expected the result's shape (3, 3, 4)"),
+    (lambda: GENERAL(LHS, COLUMNS, SIZES, SUM, beta=2.0), ValueError,
+     "ragged_dot_general: beta came without c: it is the factor of c in alpha * product + "
+     "beta * c"),
+    (lambda: GENERAL(LHS, COLUMNS, SIZES, SUM, c=C.astype(np.int32)), ValueError,
+     "ragged_dot_general: c is i32[3,3,4], whose dtype the result takes and which cannot hold "
+     "the product of f32[12,3] and f32[12,4]: convert c, or pass preferred_element_type"),
+    (lambda: GENERAL(LHS, COLUMNS, SIZES, SUM, c="gradients"), TypeError,
+     "ragged_dot_general: c is a str, expected an array: convert it with jnp.asarray"),
+    (lambda: GENERAL(LHS, RHS, SIZES, ROWS, c=jnp.zeros((T, N)), beta=2.0), ValueError,
+     "ragged_dot_general: beta, c came, and the ragged axis is a free one of lhs: call "
+     "ragged_dot with epilogue=lambda y, beta, c: y + beta * c, epilogue_operands=(beta, c,)"),
+    (lambda: GENERAL(LHS, RHS, SIZES, ROWS, alpha=2.0), ValueError,
+     "ragged_dot_general: alpha came, and the ragged axis is a free one of lhs: call "
+     "ragged_dot with epilogue=lambda y, alpha: alpha * y, epilogue_operands=(alpha,)"),
+    (lambda: GENERAL(LHS, LHS, SIZES, BATCH, c=jnp.zeros(T)), ValueError,
+     "ragged_dot_general: c came, and the ragged axis is a batch one: call dot_general, which "
+     "this product is, with an epilogue"),
 ]  # fmt: skip
 
 
