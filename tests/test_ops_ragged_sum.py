@@ -27,7 +27,6 @@ from jax_hopper_gemm.lowering.route import route
 T, K, N, G = 12, 3, 4, 3
 LHS, RHS, C = integers((T, K)), integers((T, N), seed=1), integers((G, K, N), seed=2)
 SIZES = jnp.array([3, 0, 5])
-GENERAL: Any = jhg.ragged_dot_general  # taken with arguments of other types than it declares
 
 
 def numbers(contracting: Any, batch: Any = ([], []), ragged: int = 0, group: Any = ()) -> Any:
