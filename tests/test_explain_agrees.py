@@ -69,6 +69,16 @@ def test_products_of_what_xla_multiplies_and_transposes(fuse: bool):
     assert set(map(kernel_of, launches)) == said
 
 
+def test_a_product_that_no_result_needs_is_not_said():
+    """The gradient of a sum does not need the sum, and no product but the last one."""
+    inner = jax.jit(lambda w, v, x: ((x @ w) @ v).astype(jnp.float32).sum())
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((64, 128), (128, 32), (256, 64))]
+    report = jhg.explain(jax.grad(inner), *arrays, implementation="hopper")
+    said = {kernel_said(x.explanation) for x in report.taken if x.explanation}
+    launches = products(launched(jax.grad(inner), *arrays, implementation="hopper"))
+    assert len(report.products) == len(launches) == 2 and set(map(kernel_of, launches)) == said
+
+
 def check(number: int) -> str:
     """Compares what is said of a call with what it becomes, and returns its path."""
     call = CALLS[number]
