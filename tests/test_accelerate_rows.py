@@ -174,16 +174,23 @@ def test_xla_reads_a_row_once_for_a_softmax_of_which_nothing_else_is_read() -> N
 
 
 @pytest.mark.usefixtures("all_fused")
-def test_a_float16_result_keeps_its_smallest_numbers_beside_statistics() -> None:
-    x, w = (jnp.full((8, 8), 2.0**-11, "float16") for _ in range(2))
+def test_a_float16_result_and_its_statistics_keep_the_smallest_numbers() -> None:
+    steps = np.arange(8 * 8).reshape(8, 8) - 3.75  # results lie between the subnormal numbers
+    x, w = jnp.asarray(steps * 2.0**-14, "float16"), jnp.eye(8, dtype="float16") * 2.0**-10
 
     def function(x: Any, w: Any) -> Any:
         y = x @ w  # below the least normal number
-        return y, y.astype(F32).max(-1)
+        return y, y.astype(F32).max(-1), y.astype(F32).sum(-1), jnp.where(y > 2.0**-20, y, 0)
 
-    found, expected = (jax.jit(f)(x, w) for f in (jhg.accelerate(function), function))
-    np.testing.assert_array_equal(found[0], expected[0])
-    assert np.all(np.asarray(found[0]) > 0)
+    accelerated = jhg.accelerate(function)
+    (results, _), *_ = kernels(function, x, w)
+    assert len(results) == 4
+    found, expected = (jax.jit(f)(x, w) for f in (accelerated, function))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert np.all(np.abs(found[0]) < 2.0**-14) and np.all(found[2][1:] > 0)
+    cotangents = jax.tree.map(lambda y: jnp.full_like(y, 2.0**-18), expected)
+    found, expected = (jax.vjp(f, x, w)[1](cotangents) for f in (accelerated, function))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_a_variance_is_not_part_of_a_kernel_which_has_not_the_mean() -> None:

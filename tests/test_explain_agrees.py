@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support.random_calls import random_calls
 
@@ -27,8 +28,8 @@ def explained(number: int) -> ProductReport:
     return jhg.explain(CALLS[number].function, *CALLS[number].arguments)
 
 
-def launched(function: Any, *arguments: Any) -> list[Launch]:
-    program = jax.jit(jhg.accelerate(lambda *args: function(*args))).trace(*arguments)
+def launched(function: Any, *arguments: Any, **options: Any) -> list[Launch]:
+    program = jax.jit(jhg.accelerate(lambda *args: function(*args), **options)).trace(*arguments)
     return launches_in(program.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
 
 
@@ -45,6 +46,37 @@ def kernel_said(explanation: jhg.Explanation) -> tuple[Any, ...]:
     p, spec = explanation.problem, explanation.spec
     assert p and spec
     return f"{spec.name} M={p.m} N={p.n} K={p.k} L={p.l}", spec.to_json(), explanation.grid
+
+
+def gradients_of_attention(*arrays: Any) -> Any:
+    def loss(q: Any, k: Any, v: Any, out: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        heads = jnp.einsum("bhts,bshk->bthk", weights, v)
+        return jnp.einsum("bthk,hkd->btd", heads, out).astype(jnp.float32).sum()
+
+    return jax.grad(loss, range(4))(*arrays)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_products_of_what_xla_multiplies_and_transposes(fuse: bool):
+    heads, out = (1, 128, 4, 64), (4, 64, 256)
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (heads, heads, heads, out)]
+    report = jhg.explain(gradients_of_attention, *arrays, fuse=fuse)
+    explanations = [product.explanation for product in report.taken]
+    assert {x.path for x in explanations if x} == {"hopper", "xla"}
+    said = {kernel_said(x) for x in explanations if x and x.path == "hopper"}
+    launches = products(launched(gradients_of_attention, *arrays, fuse=fuse))
+    assert set(map(kernel_of, launches)) == said
+
+
+def test_a_product_that_no_result_needs_is_not_said():
+    """The gradient of a sum does not need the sum, and no product but the last one."""
+    inner = jax.jit(lambda w, v, x: ((x @ w) @ v).astype(jnp.float32).sum())
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((64, 128), (128, 32), (256, 64))]
+    report = jhg.explain(jax.grad(inner), *arrays, implementation="hopper")
+    said = {kernel_said(x.explanation) for x in report.taken if x.explanation}
+    launches = products(launched(jax.grad(inner), *arrays, implementation="hopper"))
+    assert len(report.products) == len(launches) == 2 and set(map(kernel_of, launches)) == said
 
 
 def check(number: int) -> str:

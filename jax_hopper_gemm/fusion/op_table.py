@@ -161,6 +161,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(SAME, lambda b, args, *_: args[0]),
     "add_any": partial(_plain, "add"),
     "convert_element_type": _convert,
+    "as_float16": lambda b, args, *_: b.node("convert", *args, params=("float16",)),
     "reduce_precision": _reduce_precision,
     "select_n": _select,
     "clamp": _clamp,

@@ -17,8 +17,9 @@ from .flatten import Atom, Constant, Equation, Program, Variable
 
 # Operations that keep zeros: of one input, of any of several, of the first, of all.
 _UNARY = {
-    "abs", "ceil", "convert_element_type", "copy", "erf", "expm1", "floor", "log1p", "neg",
-    "pvary", "reduce_precision", "round", "sign", "sin", "sqrt", "square", "stop_gradient", "tanh",
+    "abs", "as_float16", "ceil", "convert_element_type", "copy", "erf", "expm1", "floor", "log1p",
+    "neg", "pvary", "reduce_precision", "round", "sign", "sin", "sqrt", "square", "stop_gradient",
+    "tanh",
 }  # fmt: skip
 _ANY = {"and", "mul"}
 _FIRST = {"div"}

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from ..fusion.jaxprs import CALLS, ClosedJaxpr, traced
 from ..fusion.jumps import tests_for_infinity
 from ..fusion.memo import interned, memoised
+from ..primitives.as_float16 import as_float16_p
 from ..primitives.segments import segment_mask
 
 WIDE = np.dtype(np.float32)
@@ -95,6 +96,8 @@ def _rounded(x: Any, dtype: Any) -> Any:
     """Returns a wide number as it is in a dtype."""
     if not _is_narrow(dtype):
         return x
+    if dtype == jnp.float16:
+        return as_float16_p.bind(x)
     digits = jnp.finfo(dtype)
     return lax.reduce_precision(x, digits.nexp, digits.nmant)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, overload
 import jax
 from jax import lax
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval as pe
 
 from .. import ops
 from ..interop.rewrite_jaxpr import RAGGED, Rewriting, rewritten, traced_call
@@ -93,8 +94,8 @@ def explain(
       be transposes, or arrays of a stack, which kernels read where they lie.
       Of a function a `ProductReport` of what `accelerate` does with it. Products of loops, branches
       and calls are listed once, with what is around them; those of derivatives where the function
-      takes them, as `jax.grad(f)` does. Whether XLA partitions the program over several devices is
-      not known while tracing.
+      takes them, as `jax.grad(f)` does; those that no result needs are not.
+      Whether XLA partitions the program over several devices is not known while tracing.
 
     Raises:
       ValueError, TypeError: as the function would; or a call is no product, or several, as one of
@@ -107,7 +108,9 @@ def explain(
         rewriting = Rewriting(implementation, fuse, recipe, (True,) * len(arrays))
         if implementation != "xla":
             program = rewritten(program, rewriting)
-        return ProductReport(tuple(products_in(Program(program), rewriting)))
+        # Without what nothing reads, as JAX lowers it.
+        live, _ = pe.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals), True)
+        return ProductReport(tuple(products_in(Program(live), rewriting)))
     if fuse is not True:
         raise TypeError(f"explain: {function.__name__} is one product, and has no argument fuse")
     if implementation != "xla":  # whose program has no product of ours

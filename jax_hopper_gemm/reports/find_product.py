@@ -75,11 +75,12 @@ def by_recipe(program: Program, equation: Any) -> Program | None:
     return program.replaced(equation, partial(EXPANDED[primitive], **params))
 
 
-def one_by_one_in(program: Program, equation: Any) -> Program | None:
-    """Returns what products of one array are where no kernel runs all; None for others."""
-    if equation.primitive is not hopper_dots_p:
-        return None
-    return program.replaced(equation, partial(one_by_one, **equation.params))
+def as_by_xla(program: Program, equation: Any) -> Program:
+    """Returns what a product that no kernel runs is lowered as: those of one array one by one."""
+    primitive = equation.primitive
+    reference = one_by_one if primitive is hopper_dots_p else primitive.reference
+    inside = program.replaced(equation, partial(reference, **equation.params))
+    return program.lower_as(inside)
 
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is
@@ -140,11 +141,12 @@ class Program:
         self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self.outer, self.equation = outer, equation
         self._made = {x: (e, i) for e in self.jaxpr.eqns for i, x in enumerate(e.outvars)}
+        self._in_place: dict[int, Program] = {}  # what is lowered for equations, by their identity
 
     def inner(self, equation: Any, jaxpr: Any) -> Program:
         """Returns a program within one of its equations."""
         in_place = equation.primitive.name in IN_PLACE
-        return Program(jaxpr, self, equation) if in_place else Program(jaxpr)
+        return self.lower_as(Program(jaxpr, self, equation)) if in_place else Program(jaxpr)
 
     def replaced(self, equation: Any, function: Callable[..., Any]) -> Program:
         """Returns the program of a function of the operands that stands for an equation."""
@@ -154,6 +156,10 @@ class Program:
             axes = [(axis, mesh.shape[axis]) for axis in mesh.manual_axes]
             return Program(jax.make_jaxpr(function, axis_env=axes)(*avals), self, equation)
 
+    def lower_as(self, inside: Program) -> Program:
+        """Says of a program that it is lowered for its equation; returns it."""
+        return self._in_place.setdefault(id(inside.equation), inside)
+
     def made(self, atom: Any) -> tuple[Program, Any]:
         """Returns the equation that made a variable, with its program; None for an argument."""
         program: Program = self
@@ -161,8 +167,9 @@ class Program:
             if atom in program._made:
                 equation, index = program._made[atom]
                 if equation.primitive.name in IN_PLACE:
-                    program = program.inner(equation, next(jaxprs_in_params(equation.params)))
-                    atom = program.jaxpr.outvars[index]
+                    program.inner(equation, next(jaxprs_in_params(equation.params)))
+                if inside := program._in_place.get(id(equation)):
+                    program, atom = inside, inside.jaxpr.outvars[index]
                 elif equation.primitive.name in IDENTITIES:
                     atom = equation.invars[0]
                 else:

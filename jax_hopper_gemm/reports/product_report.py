@@ -23,7 +23,7 @@ from ..primitives.dots import hopper_dots_p
 from ..primitives.experimental import flops_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
-from .find_product import Program, TracedProduct, by_recipe, one_by_one_in
+from .find_product import Program, TracedProduct, as_by_xla, by_recipe
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,15 @@ def products_in(
     for number, equation in enumerate(equations):
         name = equation.primitive.name
         if inside := by_recipe(program, equation):
+            program.lower_as(inside)
             line = source_info_util.summarize(equation.source_info)
             apart = rewriting._replace(fuse=False)
             for product in products_in(inside, apart, within, closed_to, runs):
                 yield replace(product, line=line)
         elif equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
-            if product.path == "xla" and (inside := one_by_one_in(program, equation)):
+            inside = as_by_xla(program, equation) if product.path == "xla" else None
+            if inside and equation.primitive is hopper_dots_p:
                 apart = rewriting._replace(fuse=False)
                 for each in products_in(inside, apart, within, closed_to, runs):
                     yield replace(each, line=product.line)
