@@ -87,3 +87,18 @@ def test_an_operand_keeps_the_order_of_what_it_is_computed_from(name: str):
     assert product.explanation and product.explanation.path == "hopper"
     name_of_launch = launch.attributes["mhlo.backend_config"]["name"].value
     assert name_of_launch.startswith(f"{product.explanation.spec.name} M=")
+
+
+@pytest.mark.parametrize("tokens, copied", [(197, True), (200, False)])
+def test_what_xla_copies_for_its_own_product_too_is_read_as_it_is(tokens: int, copied: bool):
+    """As in gradients of attention: contracted axes lie among others, in rows of `tokens`."""
+
+    def projected(x: Any, w: Any) -> Any:
+        turned = x.transpose(0, 3, 1, 2)
+        return jhg.einsum("bthd,ehd->bte", turned, w, implementation="hopper")
+
+    shapes = shape(128, 16, 64, tokens), shape(1024, 16, 64)
+    lowered = jax.jit(projected).trace(*shapes).lower(lowering_platforms=("cuda",))
+    (launch,) = custom_calls(lowered.compiler_ir("stablehlo"), TARGET)
+    (read,) = (x for x in launch.operands if len(x.type.shape) == 4)
+    assert list(read.type.shape) == ([128, tokens, 16, 64] if copied else [*shapes[0].shape])

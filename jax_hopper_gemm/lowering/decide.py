@@ -196,7 +196,8 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
     """Returns the same product of the arrays that operands are transposes of.
 
     XLA folds a transpose into its own products, but would copy the operand of a custom call. None
-    where there is no transpose, or no kernel that could read what it was made of.
+    where there is no transpose, or no kernel that could read what it was made of. What XLA copies
+    for its own product, too, is read as it is.
     """
     if request.indexed or (request.groups and is_varlen_k(request.subscripts)):
         return None
@@ -207,11 +208,15 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
     numbers = tuple(
         i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
     )
-    if not numbers:
-        return None
     for operand in sorted({min(i, 1) for i in numbers}):
         axes = origins[operand].permutation or ()
-        request = request.permuted(operand, sorted(range(len(axes)), key=axes.__getitem__))
+        stored = request.permuted(operand, sorted(range(len(axes)), key=axes.__getitem__))
+        if stored.is_scattered(operand):
+            numbers = tuple(i for i in numbers if min(i, 1) != operand)
+        else:
+            request = stored
+    if not numbers:
+        return None
     if request.groups and not weights_in_order(request.subscripts):
         return None
     return Form(request, numbers)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from ..dispatch.canonical import ShapedProduct
 from ..fusion.jaxprs import ClosedJaxpr
-from ..gemm.dtypes import name_of, short_name
+from ..gemm.dtypes import DTYPES, name_of, short_name
 from ..gemm.groups import is_varlen_k
 from ..gemm.product import Options, Product
-from ..gemm.spec import PROMOTION_K
+from ..gemm.spec import PROMOTION_K, TMA_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,19 @@ class Request(ShapedProduct):
         order: Any = {field: "".join(letters[axis] for axis in axes)}
         moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in axes)}
         return replace(self, subscripts=replace(self.subscripts, **order), **moved)
+
+    def is_scattered(self, operand: int) -> bool:
+        """Whether no TMA reads an operand, and XLA copies it for its own product, too.
+
+        Contracted axes lie among others, as in (batch, heads, size, tokens) of a product over heads
+        and sizes, and rows of the last axis are no multiples of 16 bytes.
+        """
+        of, left = self.subscripts, operand == 0
+        letters, shape = (of.lhs, self.lhs_shape) if left else (of.rhs, self.rhs_shape)
+        dtype = self.lhs_dtype if left else self.rhs_dtype
+        free = [i for i, x in enumerate(letters) if x not in of.batch + of.contracted]
+        among = bool(free) and free[-1] - free[0] >= len(free)
+        return among and DTYPES[dtype].nbytes(shape[-1]) % TMA_ALIGNMENT != 0
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
