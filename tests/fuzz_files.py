@@ -139,7 +139,7 @@ def tables(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Damaged tables of dispatch are errors of their own kind."""
     from jax_hopper_gemm.dispatch.table import PACKAGED, TableError, read_table
 
-    document = json.loads((PACKAGED / "sm90_132.json").read_text())
+    document = json.loads((PACKAGED / "h200_132.json").read_text())
     plain = [e for e in document["entries"] if not e.get("grouped")]
     document["entries"] = plain[:2] + [e for e in document["entries"] if e.get("grouped")][:2]
     content, path = json.dumps(document).encode(), folder / "table.json"
