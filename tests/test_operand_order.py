@@ -102,3 +102,15 @@ def test_what_xla_copies_for_its_own_product_too_is_read_as_it_is(tokens: int, c
     (launch,) = custom_calls(lowered.compiler_ir("stablehlo"), TARGET)
     (read,) = (x for x in launch.operands if len(x.type.shape) == 4)
     assert list(read.type.shape) == ([128, tokens, 16, 64] if copied else [*shapes[0].shape])
+
+
+def test_such_an_operand_is_launched_together_with_another():
+    def gradients(x: Any, turned: Any, other: Any) -> Any:
+        heads = turned.transpose(0, 3, 1, 2), other
+        return [jnp.einsum("abe,abcd->ecd", x, y) for y in heads]
+
+    shapes = shape(128, 197, 768), shape(128, 12, 64, 197), shape(128, 197, 12, 64)
+    program = jax.jit(jhg.accelerate(gradients)).trace(*shapes)
+    lowered = program.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    (launch,) = custom_calls(lowered, TARGET)
+    assert "_panels_2_" in launch.attributes["mhlo.backend_config"]["name"].value

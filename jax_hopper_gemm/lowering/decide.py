@@ -76,7 +76,7 @@ def _decided(
     read: tuple[Any, ...],
 ) -> Decision:
     """Returns the same; `function` is the request's, `read` is `read_for`."""
-    if request.panels and (reason := _read_in_place(origins)):
+    if request.panels and (reason := _read_in_place(request, origins)):
         return Decision(Form(request), Route("xla", reason, "model"), reason)
     forms = forms_of(request, origins)
     routes: list[Route] = []
@@ -105,7 +105,7 @@ def _decided(
     return Decision(form, chosen, reason)
 
 
-def _read_in_place(origins: Sequence[Origin]) -> str | None:
+def _read_in_place(request: Request, origins: Sequence[Origin]) -> str | None:
     """Returns why products of one array are not launched together, that read more in place alone.
 
     XLA would copy an operand out of its stack, transpose it, or write it in 16 bits.
@@ -114,7 +114,7 @@ def _read_in_place(origins: Sequence[Origin]) -> str | None:
         return "an operand is one array of a stack, which kernels of one product read there"
     if any(x.widened is not None for x in origins):
         return "an operand has 8 or 4 bits, which kernels of one product convert"
-    if len({x.permutation for x in origins[1:]}) > 1:
+    if len({x.permutation if _through(request, 1, x) else None for x in origins[1:]}) > 1:
         return "right operands lie differently, as transposes of what they are made of"
     return None
 
@@ -196,30 +196,37 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
     """Returns the same product of the arrays that operands are transposes of.
 
     XLA folds a transpose into its own products, but would copy the operand of a custom call. None
-    where there is no transpose, or no kernel that could read what it was made of. What XLA copies
-    for its own product, too, is read as it is.
+    where there is no transpose, or no kernel that could read what it was made of.
     """
     if request.indexed or (request.groups and is_varlen_k(request.subscripts)):
         return None
-    rights = {origin.permutation for origin in origins[1:]}
-    if len(rights) > 1:  # gate and up lie differently
+    if len({origin.permutation for origin in origins[1:]}) > 1:  # gate and up lie differently
         return None
     first = 1 if request.groups else 0
     numbers = tuple(
         i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
     )
     for operand in sorted({min(i, 1) for i in numbers}):
-        axes = origins[operand].permutation or ()
-        stored = request.permuted(operand, sorted(range(len(axes)), key=axes.__getitem__))
-        if stored.is_scattered(operand):
-            numbers = tuple(i for i in numbers if min(i, 1) != operand)
-        else:
+        if stored := _through(request, operand, origins[operand]):
             request = stored
+        else:
+            numbers = tuple(i for i in numbers if min(i, 1) != operand)
     if not numbers:
         return None
     if request.groups and not weights_in_order(request.subscripts):
         return None
     return Form(request, numbers)
+
+
+def _through(request: Request, operand: int, origin: Origin) -> Request | None:
+    """Returns the product of the array that an operand is a transpose of.
+
+    None where it is none, or where XLA copies that array for its own product, too.
+    """
+    if (axes := origin.permutation) is None:
+        return None
+    stored = request.permuted(operand, sorted(range(len(axes)), key=axes.__getitem__))
+    return None if stored.is_scattered(operand) else stored
 
 
 def _narrow(form: Form, origins: Sequence[Origin]) -> Form | None:

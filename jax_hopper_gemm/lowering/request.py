@@ -100,15 +100,16 @@ class Request(ShapedProduct):
     def is_scattered(self, operand: int) -> bool:
         """Whether no TMA reads an operand, and XLA copies it for its own product, too.
 
-        Contracted axes lie among others, as in (batch, heads, size, tokens) of a product over heads
-        and sizes, and rows of the last axis are no multiples of 16 bytes.
+        Its contracted axes, or others, lie apart, as in (batch, heads, size, tokens) of a product
+        over heads and sizes, and rows of the last axis are no multiples of 16 bytes.
         """
         of, left = self.subscripts, operand == 0
         letters, shape = (of.lhs, self.lhs_shape) if left else (of.rhs, self.rhs_shape)
         dtype = self.lhs_dtype if left else self.rhs_dtype
-        free = [i for i, x in enumerate(letters) if x not in of.batch + of.contracted]
-        among = bool(free) and free[-1] - free[0] >= len(free)
-        return among and DTYPES[dtype].nbytes(shape[-1]) % TMA_ALIGNMENT != 0
+        kinds = of.contracted, [x for x in letters if x not in of.batch + of.contracted]
+        found = [[i for i, x in enumerate(letters) if x in kind] for kind in kinds]
+        apart = any(axes and axes[-1] - axes[0] >= len(axes) for axes in found)
+        return apart and DTYPES[dtype].nbytes(shape[-1]) % TMA_ALIGNMENT != 0
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
