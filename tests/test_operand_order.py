@@ -10,8 +10,13 @@ import pytest
 from support.program_inspection import shape
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm import dispatch
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.ffi_target import TARGET
 from jax_hopper_gemm.lowering.call import custom_calls
+from jax_hopper_gemm.lowering.decide import decide
+from jax_hopper_gemm.lowering.origins import Origin
+from jax_hopper_gemm.lowering.request import Request
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("launcher")]
 
@@ -104,13 +109,13 @@ def test_what_xla_copies_for_its_own_product_too_is_read_as_it_is(tokens: int, c
     assert list(read.type.shape) == ([128, tokens, 16, 64] if copied else [*shapes[0].shape])
 
 
-def test_such_an_operand_is_launched_together_with_another():
-    def gradients(x: Any, turned: Any, other: Any) -> Any:
-        heads = turned.transpose(0, 3, 1, 2), other
-        return [jnp.einsum("abe,abcd->ecd", x, y) for y in heads]
-
-    shapes = shape(128, 197, 768), shape(128, 12, 64, 197), shape(128, 197, 12, 64)
-    program = jax.jit(jhg.accelerate(gradients)).trace(*shapes)
-    lowered = program.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-    (launch,) = custom_calls(lowered, TARGET)
-    assert "_panels_2_" in launch.attributes["mhlo.backend_config"]["name"].value
+@pytest.mark.parametrize("tokens, path", [(197, "hopper"), (200, "xla")])
+def test_such_an_operand_is_read_together_with_others(tokens: int, path: str):
+    request = Request(
+        Subscripts.parse("abe,abcd->ecd"), (128, tokens, 768), "bfloat16", (128, tokens, 24, 64),
+        "bfloat16", "bfloat16", panels=(12, 12),
+    )  # fmt: skip
+    origins = Origin(), Origin(permutation=(0, 3, 1, 2)), Origin()
+    found = decide(request, origins, dispatch.H200, kernel_only=True)
+    assert found.route.path == path
+    assert ("lie differently" in found.reason) == (path == "xla")
