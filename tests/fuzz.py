@@ -238,7 +238,7 @@ def groups(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 
 def epilogues(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Random epilogues and their gradients mean the same as the graphs they become."""
-    from test_tracing import check_random_function
+    from test_tracing_random import check_random_function
 
     return check_random_function
 

@@ -77,9 +77,11 @@ def test_explain_tells_of_groups(capsys, words):
     assert found["spec"]["b_major"] == ("k" if "k" in words else "n")
 
 
-def test_explain_says_whose_gpu_it_is(capsys):
+def test_explain_says_whose_gpu_it_is(capsys, monkeypatch):
     assert output_of(capsys, "explain", "64x64x64").startswith("no GPU here; as an H200\n")
     assert json_of(capsys, "explain", "64x64x64")["device_is_here"] is False
+    monkeypatch.setenv("JAX_HOPPER_GEMM_GPU", "H100")
+    assert output_of(capsys, "explain", "64x64x64").startswith("no GPU here; as an H100\n")
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16", "f8_e4m3fn", "float8_e4m3fn", "i8", "int8"])

@@ -1,7 +1,8 @@
 """The demo: a checked, jitted GEMM with gradients, then its speed or the kernel's facts.
 
 With a Hopper GPU the products run on our kernels, and one is timed in alternation with XLA. Without
-one they run on XLA, and the demo compiles and inspects the kernel that an H200 would run.
+one they run on XLA, and the demo compiles and inspects the kernel that an H200 would run, or the
+GPU that JAX_HOPPER_GEMM_GPU names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def run() -> dict[str, Any]:
     say_facts(f"jax_hopper_gemm {version}", doctor.described(machine))
     product = check_product(CHECKED_ON_GPU if on_gpu else CHECKED)
     say_product(product)
-    say(f"\nWhich path {'ran' if on_gpu else 'an H200 would take'}, and why")
+    did = "ran" if on_gpu else f"an {dispatch.absent_device().gpu} would take"
+    say(f"\nWhich path {did}, and why")
     say(textwrap.indent(product["explanation"], "  "))
     found = {"machine": machine, "product": product}
     if on_gpu:
@@ -103,8 +105,8 @@ def say_product(product: dict[str, Any]) -> None:
 
 
 def take_kernel_apart() -> dict[str, Any]:
-    """Returns facts of the kernel that an H200 runs for `SHOWN`; compiles it if needed."""
-    decision = dispatch.choose(SHOWN, dispatch.H200, kernel_only=True)
+    """Returns facts of the kernel that runs `SHOWN` on a GPU; compiles it if needed."""
+    decision = dispatch.choose(SHOWN, dispatch.absent_device(), kernel_only=True)
     assert decision.spec is not None, decision.reason
     started = time.perf_counter()
     compiled = cubin.get(decision.spec)
@@ -141,9 +143,8 @@ def say_kernel(kernel: dict[str, Any]) -> None:
         }
     else:
         lines["instructions"] = kernel["instructions"]
-    say_facts(
-        f"\nNo Hopper GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines
-    )
+    gpu, extents = dispatch.absent_device().gpu, f"{SHOWN.m}x{SHOWN.n}x{SHOWN.k}"
+    say_facts(f"\nNo Hopper GPU here; the kernel of an {gpu} for {extents}", lines)
 
 
 def time_product() -> dict[str, Any]:

@@ -3,7 +3,8 @@
     python tests/gpu/build.py FOLDER                   # --only PART: those of some tests
     JAX_HOPPER_GEMM_CUBINS=FOLDER python -m pytest -m gpu tests/gpu
 
-So the machine with the GPU needs no nvidia-cutlass-dsl.
+So the machine with the GPU needs no nvidia-cutlass-dsl. For an H100 set JAX_HOPPER_GEMM_GPU=H100
+while building: its measured choices are others than an H200's.
 
 Build with the jax version X that the machine with the GPU runs. Another version traces some of the
 functions to other graphs, so that kernels of the random products and of the programs would be

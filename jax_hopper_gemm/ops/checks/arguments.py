@@ -118,7 +118,7 @@ def kind(x: Any) -> int:
 
 
 def bits(x: Any) -> int:
-    """Returns how many digits, 0 or 1, a number of an array has."""
+    """Returns how many bits a number of an array has."""
     dtype = jax.dtypes.result_type(x)
     if dtype == np.bool_:
         return 1
