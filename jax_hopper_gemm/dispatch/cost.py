@@ -135,7 +135,7 @@ def expected_times(
     if s.simt_width:
         return _simt_times(p, s, memory, device)
     waves = expected_waves(p, s, device)
-    math, load = math_cycles(s), load_cycles(p, s, waves.active_sms)
+    math, load = math_cycles(s), load_cycles(p, s, device, waves.active_sms)
     partial, live = partial_tiles(p, s)
     k_tile = (1 - partial) * k_tile_cycles(math, load)
     k_tile += partial * k_tile_cycles(live * math, load)
@@ -222,10 +222,11 @@ class TileCycles:
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
     problem = problem.as_run_by(spec)
+    active_sms = expected_waves(problem, spec, device).active_sms
     return TileCycles(
         k_tiles=ceil(expected_k_tiles(problem, spec)),
         multiply=math_cycles(spec),
-        load=load_cycles(problem, spec, expected_waves(problem, spec, device).active_sms),
+        load=load_cycles(problem, spec, device, active_sms),
         epilogue=epilogue_cycles(spec),
     )
 

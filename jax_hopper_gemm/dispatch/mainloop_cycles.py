@@ -11,7 +11,7 @@ from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.smem import PART_BUFFERS
 from ..gemm.spec import GemmSpec
 from ..gemm.tma_box import TmaBox
-from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_CYCLE
+from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_CYCLE, Device
 from .expected_tiles import equal_groups
 from .several import divisor, each, least, most, where
 
@@ -127,7 +127,7 @@ def _converting_cycles(spec: GemmSpec) -> float:
     return cycles
 
 
-def load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
+def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms: int) -> float:
     """Returns the cycles in which one k-tile of A and B arrives.
 
     Limits: what a CTA takes in, what all CTAs ask of L2, which multicast lowers, and the ring's
@@ -148,7 +148,7 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     row = least(1.0, s.b_box.contiguous * s.b_itemsize / LINE_BYTES)
     fraction = where(s.short_boxes, row, 1.0)
     lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * fraction
-    requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
+    requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE[device.gpu]
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
     late_a = where(s.cluster_m > 1, rows / (rows + columns), 0.0)

@@ -135,6 +135,38 @@ def steps() -> Iterable[GemmProblem]:
         yield GemmProblem.dense(tokens, features, vocabulary, b_major=major)
 
 
+# Of layers of published models: the width, columns of Q, K and V, rows of the output projection, and
+# hidden features.
+_MODELS = {
+    "Llama 2 7B": (4096, 12288, 4096, 11008), "Llama 2 13B": (5120, 15360, 5120, 13824),
+    "Llama 3 8B": (4096, 6144, 4096, 14336), "Llama 3 70B": (8192, 10240, 8192, 28672),
+    "Llama 3.2 1B": (2048, 3072, 2048, 8192), "Llama 3.2 3B": (3072, 5120, 3072, 8192),
+    "Qwen 2.5 1.5B": (1536, 2048, 1536, 8960), "Qwen 2.5 7B": (3584, 4608, 3584, 18944),
+    "Qwen 2.5 32B": (5120, 7168, 5120, 27648), "Qwen 3 0.6B": (1024, 4096, 2048, 3072),
+    "Qwen 3 1.7B": (2048, 4096, 2048, 6144), "Qwen 3 4B": (2560, 6144, 4096, 9728),
+    "Qwen 3 8B": (4096, 6144, 4096, 12288), "Qwen 3 14B": (5120, 7168, 5120, 17408),
+    "Qwen 3 32B": (5120, 10240, 8192, 25600), "Mistral Nemo 12B": (5120, 6144, 4096, 14336),
+    "Mistral Small 24B": (5120, 6144, 4096, 32768), "Gemma 2 2B": (2304, 4096, 2048, 9216),
+    "Gemma 2 9B": (3584, 8192, 4096, 14336), "Gemma 2 27B": (4608, 8192, 4096, 36864),
+    "Gemma 3 1B": (1152, 1536, 1024, 6912), "Gemma 3 4B": (2560, 4096, 2048, 10240),
+    "Gemma 3 12B": (3840, 8192, 4096, 15360), "Gemma 3 27B": (5376, 8192, 4096, 21504),
+    "Phi 3 mini": (3072, 9216, 3072, 8192), "Phi 4": (5120, 7680, 5120, 17920),
+    "ViT-H": (1280, 3840, 1280, 5120), "DiT-XL": (1152, 3456, 1152, 4608),
+    "GPT-2 XL": (1600, 4800, 1600, 6400), "GPT-NeoX 20B": (6144, 18432, 6144, 24576),
+}  # fmt: skip
+
+
+def models() -> Iterable[GemmProblem]:
+    """Training steps of published models over 4096 and 8192 tokens: forwards, and both gradients."""
+    for tokens in (4096, 8192):
+        for dimensions in _MODELS.values():
+            for problem in _layer(tokens, *dimensions):
+                n, k = problem.n, problem.k
+                yield problem
+                yield GemmProblem.dense(tokens, k, n, b_major="k")
+                yield GemmProblem.dense(k, n, tokens, a_major="m")
+
+
 def heldout() -> Iterable[GemmProblem]:
     """Random products that nothing is tuned for: `benchmarks/survey.py` leaves them out."""
     return random_products(200, seed=20261125)
@@ -186,7 +218,7 @@ def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[
 SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
     "bars": bars, "fallback": fallback, "square": square, "llama": llama, "gemma": gemma,
     "vit": vit, "decode": decode, "few_rows": few_rows, "glu": glu, "steps": steps,
-    "heldout": heldout,
+    "models": models, "heldout": heldout,
 }  # fmt: skip
 
 
