@@ -75,6 +75,9 @@ def tangent(
 
     whole = traced(derivative, *avals, *(avals[i] for i in wrt))
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
+    equations = [x for x in whole.jaxpr.eqns if x.outvars]  # callbacks are the epilogue's alone
+    effects = frozenset().union(*(x.effects for x in equations))
+    whole = whole.replace(jaxpr=whole.jaxpr.replace(eqns=equations, effects=effects))
     moves = _reached(whole, len(avals))
     whole, _ = pruned(whole, moves, [True] * len(whole.in_avals))
     cut = _Cut(whole, len(avals), count, np.dtype(dtype), sum(i < count for i in wrt))

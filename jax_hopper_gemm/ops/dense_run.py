@@ -111,7 +111,7 @@ def run_steps(
     types = typeof(lhs), tuple(map(typeof, rights))
     own, operands = settled(
         steps.op, steps, lambda: _wide_products(product, options, *types), operands,
-        eager=not isinstance(lhs, Tracer),
+        eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
     )  # fmt: skip
     return _traced_steps(product, lhs, rights, operands, own, options, dtypes)
 

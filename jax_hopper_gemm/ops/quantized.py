@@ -213,7 +213,7 @@ def _as_blocks(block: Any) -> tuple[int | None, ...]:
 
 
 def as_quantized(op: str, name: str, x: Any) -> Any:
-    """Returns Qwix's `QArray` as a `Quantized`, also of a Flax variable; anything else as it is.
+    """Returns Qwix's `QArray` as a `Quantized`, also of a Flax variable; else `as_jax_array` of it.
 
     Its scales may belong to any number of neighbours: where these are no block, they are repeated
     for each of the largest blocks that they are a multiple of, or for each element.
@@ -225,7 +225,7 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
     if callable(held) and is_quantized(array := held()):
         return array
     if not all(hasattr(x, name) for name in ("qvalue", "scale", "zero_point")):
-        return x
+        return checks.as_jax_array(x)
     qtype, dtype = getattr(x, "qtype", None), jnp.dtype(x.qvalue.dtype)
     if isinstance(qtype, str) and jnp.issubdtype(dtype, jnp.unsignedinteger) and qtype != dtype:
         raise TypeError(

@@ -199,7 +199,7 @@ def run_with_epilogue(
     options = with_range(options, function, lhs)
     own, seen = settled(
         op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
-        eager=not isinstance(lhs, Tracer),
+        eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
     )  # fmt: skip
     consts = seen[len(operands) :]
     if any(x.ndim == 3 for x in consts):  # they would be by groups

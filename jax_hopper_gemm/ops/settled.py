@@ -23,6 +23,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from ..fusion.memo import interned, trace_context
+from . import checks
 from .activations import ACTIVATIONS
 from .steps import Gate, Steps, evaluate, program
 
@@ -55,6 +56,7 @@ def settled(
     operands: tuple[Any, ...],
     *,
     eager: bool,
+    by_xla: bool,
 ) -> tuple[Steps | Gate | Settled, tuple[Any, ...]]:
     """Returns a function that is equal for all that compute the same, and its operands.
 
@@ -66,6 +68,7 @@ def settled(
       products: gives abstract values.
       operands: the function's; abstract values stand for what a kernel makes.
       eager: whether the product runs at once, so that a program may be compiled for it alone.
+      by_xla: whether no kernel computes the function: it may have any effects.
     """
     users = {name: getattr(function, name, None) for name in ("activation", "epilogue")}
     users = {name: x for name, x in users.items() if x is not None and id(x) not in _STABLE}
@@ -76,7 +79,7 @@ def settled(
     types = tuple(x if isinstance(x, ShapedArray) else jax.typeof(x) for x in operands)
     key = trace_context(), op, tuple(names), replace(function, **names), seen, types
     if (settled_before := memory.get(key)) is None:
-        own, consts = _traced(op, function, seen, operands)
+        own, consts = _traced(op, function, seen, operands, by_xla)
         if own is None:
             if eager:
                 _warn_of_compiling(op, tuple(users.values()))
@@ -101,10 +104,12 @@ def _memory_of(users: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _traced(
-    op: str, function: Any, products: Sequence[Any], operands: tuple[Any, ...]
+    op: str, function: Any, products: Sequence[Any], operands: tuple[Any, ...], by_xla: bool
 ) -> tuple[Settled | None, tuple[Any, ...]]:
     """Returns a function settled and the arrays that it closes over; None if it cannot be."""
     closed, _, several = program(op, function, products, operands)
+    if not by_xla:
+        checks.check_effects(op, closed)
     consts = tuple(closed.consts)
     if consts:
         inputs = len(closed.in_avals)

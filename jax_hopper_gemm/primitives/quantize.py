@@ -101,9 +101,12 @@ def largest_magnitude(x: jax.Array, axes: Any = None, *, keepdims: bool = False)
 
 
 def _with_nan(extreme: jax.Array, x: jax.Array, axes: Any, *, keepdims: bool) -> jax.Array:
-    """Returns a maximum or minimum of x; NaN where x has one, which XLA:CPU's may lose."""
-    lost = jnp.any(jnp.isnan(x), axes, keepdims=keepdims)
-    return jnp.where(lost, jnp.full_like(extreme, jnp.nan), extreme)
+    """Returns a maximum or minimum of x; NaN where x has one, which XLA:CPU's may lose.
+
+    No NaN is made where x has none: `jax.debug_nans` would find it.
+    """
+    lost = lax.stop_gradient(jnp.where(jnp.isnan(x), x, jnp.zeros_like(x)))
+    return extreme + jnp.sum(lost, axes, keepdims=keepdims)
 
 
 def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:

@@ -50,7 +50,7 @@ def row_blocks(sizes: jax.Array, groups: Groups, length: int) -> RowBlocks:
     # Behind all groups nothing is left of the last.
     run = jnp.minimum(count_up_to(ends, first), count - 1)
     within = first - (ends - padded)[run]
-    each = jnp.arange(block, dtype=np.int32)
+    each = jnp.arange(block, dtype=np.int32)[None]
     rows: Any = (starts[run] + within)[:, None] + each
     rows = jnp.where(each < (own[run] - within)[:, None], rows, length)
     return RowBlocks(padded, rows.reshape(-1))

@@ -3,6 +3,7 @@
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
 from .arguments import as_cotangent_dtype as as_cotangent_dtype
+from .arguments import as_jax_array as as_jax_array
 from .arguments import as_result_dtype as as_result_dtype
 from .arguments import check_accelerated as check_accelerated
 from .arguments import check_max_sms as check_max_sms
@@ -20,6 +21,7 @@ from .ragged import check_ragged_dot as check_ragged_dot
 from .ragged import check_ragged_dot_general as check_ragged_dot_general
 from .steps import call as call
 from .steps import check_activated as check_activated
+from .steps import check_effects as check_effects
 from .steps import check_result_dtypes as check_result_dtypes
 from .steps import check_steps as check_steps
 from .steps import results as results

@@ -30,10 +30,7 @@ def named_arrays(
     op: str, operands: Mapping[str, Any], optional: Container[str] = (), *, keys: bool = False
 ) -> list[Any]:
     """Returns operands likewise, by names that are no words; `keys` of random numbers, too."""
-    arrays = [
-        convert() if (convert := getattr(x, "__jax_array__", None)) else x
-        for x in operands.values()
-    ]
+    arrays = [as_jax_array(x) for x in operands.values()]
     problems = [
         f"{name} is {wrong}"
         for name, x in zip(operands, arrays, strict=True)
@@ -43,10 +40,17 @@ def named_arrays(
     return arrays
 
 
+def as_jax_array(x: Any) -> Any:
+    """Returns what an object's `__jax_array__` method makes of it; others as they are."""
+    return convert() if (convert := getattr(x, "__jax_array__", None)) else x
+
+
 def not_numbers(x: Any, keys: bool = False) -> str | None:
     """Returns what an argument is in place of an array of numbers, or keys; None if it is one."""
     if not is_array(x):
         return f"a {type(x).__name__}, expected an array: {_conversion(x)}"
+    if isinstance(x, jax.Ref):
+        return "a Ref, expected an array: read it, as in ref[...]"
     if isinstance(x, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, expected an array: jax.eval_shape and explain take shapes"
     if isinstance(x, np.ndarray | np.generic):

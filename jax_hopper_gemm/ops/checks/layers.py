@@ -16,6 +16,7 @@ from .arguments import (
     implementation_problems,
     is_array,
     kind,
+    not_numbers,
 )
 from .wording import describe, differ, each_text, fail
 
@@ -179,7 +180,7 @@ def _choosing_problems(
     if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
         problems.append(f"experts_per_token is {k!r}, expected an int from 1 to {experts}")
     if scale is not None and not (
-        is_array(scale) and np.ndim(scale) == 0 and kind(scale) < COMPLEX
+        not not_numbers(scale) and np.ndim(scale) == 0 and kind(scale) < COMPLEX
     ):
         problems.append(f"scale is {scale!r}, expected a real number or None")
     if not isinstance(normalize, bool):

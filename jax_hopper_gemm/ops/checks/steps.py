@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...gemm.product import Options
@@ -53,6 +54,20 @@ def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
             f"{op}: {name} failed when it was traced with ({arguments}): "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def check_effects(op: str, closed: Any) -> None:
+    """Checks that a kernel may compute a jaxpr: that it reads no Ref and keeps no order."""
+    if any(isinstance(x, jax.Ref) for x in closed.consts):
+        raise TypeError(
+            f"{op}: the function after the product reads or writes a Ref that it closes over: read "
+            "it before, and pass what it holds as epilogue_operands"
+        )
+    if any(type(x).__name__.startswith("Ordered") for x in closed.effects):
+        raise NotImplementedError(
+            f"{op}: the function after the product has a callback with ordered=True, which no "
+            "kernel keeps in order: leave ordered out, or pass implementation='xla'"
+        )
 
 
 def check_activated(op: str, out: Any, y: Any) -> None:
