@@ -252,7 +252,9 @@ def expected_us(
     launch, *products = map(copied_along_k, (launch, *products))
     whole = route(launch, device)
     if whole.uncovered:
-        return f"no kernel computes {', '.join(whole.uncovered)}"
+        of_rows = launch.groups and not is_varlen_k(launch.subscripts)
+        zeros = ", as rows of no group are 0 in what it stores" if of_rows else ""
+        return f"no kernel computes {', '.join(whole.uncovered)}{zeros}"
     alone = [route(request, device, kernel_only=True) for request in products]
     for x in (whole, *alone):
         if x.path != "hopper":
