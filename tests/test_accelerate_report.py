@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -91,6 +92,16 @@ def test_a_ragged_product_is_found_where_the_user_asks_for_it():
     assert f":{function.__code__.co_firstlineno + 1}:" in found.line
     assert __file__.rsplit("/", 1)[-1] in found.line
     assert found.product.endswith("rows in 3 groups")
+
+
+@pytest.mark.parametrize("operation", [operator.add, operator.mul])
+def test_a_sum_with_a_ragged_product_is_no_zero_in_rows_of_no_group(operation: Any):
+    def function(x: Any, y: Any) -> Any:
+        return operation(lax.ragged_dot(x, GROUPS, SIZES), y)
+
+    (found,) = jhg.explain(function, X, jnp.ones_like(X @ GROUPS[0])).products
+    zeros = "not fused: no kernel computes add, convert_element_type, as rows of no group are 0"
+    assert found.fused.startswith(zeros) == (operation is operator.add)
 
 
 def test_a_transpose_of_a_product_becomes_part_of_it():

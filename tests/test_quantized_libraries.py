@@ -168,3 +168,32 @@ def test_aqt_products_of_int8_run_on_kernels():
     shapes = S((256, K), jnp.bfloat16), S((K, N), jnp.bfloat16)
     found = specs_of(jhg.accelerate(product, implementation="hopper"), *shapes)
     assert [(spec.a_dtype, spec.b_dtype) for spec in found] == [("int8", "int8")]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_jax_products_by_narrow_weights_run_on_kernels_that_read_them(dtype):
+    """JAX multiplies arrays of two dtypes as they are, and so do models with weights of 8 bits."""
+    x, w, experts = S((M, K), jnp.bfloat16), S((K, N), dtype), S((4, K, N), dtype)
+    numbers: Any = ((1,), (0,)), ((), ())
+
+    def products(x: Any, w: Any, experts: Any, scale: Any, sizes: Any) -> Any:
+        y = jax.lax.dot_general(x, w, numbers, preferred_element_type=x.dtype)
+        z = jax.lax.dot_general(w.T, x.T, numbers, preferred_element_type=jnp.float32).T
+        return y * scale, z, jax.lax.ragged_dot(x, experts, sizes) * scale
+
+    arguments = x, w, experts, S((N,), jnp.bfloat16), S((4,), jnp.int32)
+    found = jhg.explain(products, *arguments, implementation="hopper")
+    assert [x.runner for x in found.products] == ["kernel"] * 3
+    specs = specs_of(jhg.accelerate(products, implementation="hopper"), *arguments)
+    name = jnp.dtype(dtype).name
+    assert [(spec.a_dtype, spec.b_dtype) for spec in specs] == [("bfloat16", name)] * 3
+
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.integers(-8, 8, x.shape), x.dtype) for x in arguments[:-1]]
+    arrays.append(jnp.array([20, 0, 30, 4], jnp.int32))
+    for ours, plain in zip(
+        jax.jit(jhg.accelerate(products, fuse=False))(*arrays), jax.jit(products)(*arrays),
+        strict=True,
+    ):  # fmt: skip
+        assert ours.dtype == plain.dtype
+        np.testing.assert_array_equal(ours, plain)

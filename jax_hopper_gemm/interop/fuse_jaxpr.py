@@ -25,6 +25,7 @@ from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences
+from .halves import of_one_array
 from .kinds import PRODUCTS, Along, is_inlined, nbytes
 from .placement import in_place, updates_ordered
 from .program import Program
@@ -129,6 +130,7 @@ class _Launches:
 
     def __init__(self, equations: Sequence[Any]):
         self._equations, self._device = equations, current_device()
+        self._makers = {x: equation for equation in equations for x in equation.outvars}
         self._known: dict[Any, tuple[Any, str | None]] = {}  # by content of a region
         self._alike: dict[Any, tuple[dict[str, Any], str | None]] = {}  # by its structure
 
@@ -177,7 +179,7 @@ class _Launches:
             reason = _refusal(self._equations, region, launch, self._device)
             if alike:
                 self._alike[alike] = params, reason
-        return launch, reason
+        return launch if reason else of_one_array(launch, self._makers, self._device), reason
 
 
 def _asked(product: Any) -> tuple[Any, ...]:
@@ -252,7 +254,9 @@ def expected_us(
     launch, *products = map(copied_along_k, (launch, *products))
     whole = route(launch, device)
     if whole.uncovered:
-        return f"no kernel computes {', '.join(whole.uncovered)}"
+        of_rows = launch.groups and not is_varlen_k(launch.subscripts)
+        zeros = ", as rows of no group are 0 in what it stores" if of_rows else ""
+        return f"no kernel computes {', '.join(whole.uncovered)}{zeros}"
     alone = [route(request, device, kernel_only=True) for request in products]
     for x in (whole, *alone):
         if x.path != "hopper":
@@ -286,8 +290,13 @@ def saved_us(equation: Any) -> float:
         assert each.function
         stored = each.accumulators * prod(each.function.in_avals[0].shape)
         moved += stored * DTYPES[each.lhs_dtype].itemsize
-        bare = replace(each, function=None, num_b=1, out_dtype=each.lhs_dtype)
-        products += [bare] * each.num_b
+        of, pairs = each.subscripts, zip(each.subscripts.rhs, each.rhs_shape, strict=True)
+        rhs, shape = zip(*(x for x in pairs if x[0] not in each.gate_up), strict=True)
+        bare = replace(
+            each, function=None, num_b=1, out_dtype=each.lhs_dtype, rhs_shape=shape,
+            subscripts=replace(of, rhs="".join(rhs)),
+        )  # fmt: skip
+        products += [bare] * each.accumulators
     times = expected_us(request, products, moved, 0, current_device())
     return 0.0 if isinstance(times, str) else times[1] - times[0]
 

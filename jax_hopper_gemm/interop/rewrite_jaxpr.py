@@ -40,12 +40,10 @@ from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
 from ..primitives.accelerated import run_accelerated, with_equations_of_accelerated
 from ..primitives.define import request_of
-from .by_algorithm import with_rounded_operands
+from .converted import RAGGED, with_converted_operands
 from .fuse_jaxpr import fused
 from .scatters import with_choices, with_products, with_row_sums
 from .weights import Marks, Weights
-
-RAGGED = "ragged_dot_general"
 
 # Primitives whose jaxprs are ordinary programs. The jaxpr of any other primitive may be a kernel,
 # or a pattern that a compiler matches by its operations.
@@ -248,7 +246,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         return reasons[alike] is None
 
     fuse = rewriting.fuse and not _symbolic(inner)
-    original, inner = inner, with_rounded_operands(with_equations_of_accelerated(inner))
+    original, inner = inner, with_converted_operands(with_equations_of_accelerated(inner))
     if fuse:
         inner = inner.replace(eqns=with_products(inner.eqns))
     weights = Weights(inner, rewriting.weights)

@@ -1,0 +1,63 @@
+"""Products that multiply other numbers than their operands hold: these are converted before.
+
+Some round float32 operands, by their algorithm. Derivatives of attention by
+`jax.nn.dot_product_attention` are such: they multiply float32 gradients of logits by an array of
+bfloat16, as `BF16_BF16_F32`. What computes such an operand then stores 16 bits, and kernels can
+read them. Others multiply 16-bit floats by weights of 8 or 4 bits, as quantized models do, which
+kernels read as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Jaxpr
+
+from ..fusion.jaxprs import spliced, traced_once
+from ..gemm.dtypes import DTYPES, HALVES, converts, name_of
+
+RAGGED = "ragged_dot_general"
+
+_ROUNDED = {DTYPES[name].algorithm: name for name in HALVES}
+
+
+def with_converted_operands(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr whose products have operands of the dtype that they multiply."""
+    if not any(map(_multiplied, jaxpr.eqns)):
+        return jaxpr
+    new: list[Any] = []
+    for equation in jaxpr.eqns:
+        dtype = _multiplied(equation)
+        new += [equation] if dtype is None else _converted(equation, dtype)
+    return jaxpr.replace(eqns=new)
+
+
+def _multiplied(equation: Any) -> str | None:
+    """Returns the 16-bit dtype to which a product converts operands; None where it need not."""
+    if equation.primitive is not lax.dot_general_p and equation.primitive.name != RAGGED:
+        return None
+    lhs, rhs = (name_of(x.aval.dtype) for x in equation.invars[:2])
+    if converts(lhs, rhs):
+        return lhs
+    if converts(rhs, lhs):
+        return rhs
+    dtype = _ROUNDED.get(getattr(equation.params["precision"], "name", ""))
+    if dtype is None or equation.primitive.name == RAGGED:
+        return None
+    return dtype if "float32" in (lhs, rhs) and {lhs, rhs} <= {"float32", dtype} else None
+
+
+def _converted(equation: Any, dtype: str) -> Sequence[Any]:
+    avals = [x.aval for x in equation.invars]
+    with equation.ctx.manager:  # of its mesh
+        closed = traced_once(
+            _product, *avals, dtype=dtype, primitive=equation.primitive, **equation.params
+        )
+        return spliced(equation, closed)
+
+
+def _product(lhs: Any, rhs: Any, *sizes: Any, dtype: str, primitive: Any, **params: Any) -> Any:
+    lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, rhs))
+    return primitive.bind(lhs, rhs, *sizes, **params)
