@@ -33,22 +33,6 @@ WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
 
 
-@dataclass(frozen=True)
-class Scheduling:
-    """What follows of a tile scheduler."""
-
-    persistent: bool = True  # a CTA works on tiles until there are no more, not on one
-    dynamic: bool = False  # CTAs take tiles from a counter in memory while they run
-    mailbox_bytes: int = 0  # shared memory in which a warp tells the others which tile is next
-
-
-SCHEDULING: dict[TileScheduler, Scheduling] = {
-    "single": Scheduling(persistent=False),
-    "static": Scheduling(),
-    "dynamic": Scheduling(dynamic=True, mailbox_bytes=72),
-}
-
-
 # By field, the one cached property of a `GemmSpec` that depends on it.
 CACHED_OF = {
     "a_major": "a_box", "b_major": "b_box",
@@ -140,16 +124,14 @@ class GemmSpec:
         return self.tile_n // self.graph.accumulators
 
     @property
-    def scheduling(self) -> Scheduling:
-        return SCHEDULING[self.tile_scheduler]
-
-    @property
     def persistent(self) -> bool:
-        return self.scheduling.persistent
+        """Whether a CTA works on tiles until there are no more, not on one."""
+        return self.tile_scheduler != "single"
 
     @property
     def dynamic(self) -> bool:
-        return self.scheduling.dynamic
+        """Whether CTAs take tiles from a counter in memory while they run."""
+        return self.tile_scheduler == "dynamic"
 
     @cached_property
     def math_warpgroups(self) -> int:
@@ -325,29 +307,13 @@ class GemmSpec:
         """Elements of K that one wgmma multiplies."""
         return DTYPES["bfloat16" if self.bf16_terms else self.a_dtype].mma_k
 
-    @cached_property
-    def stage_bytes(self) -> int:
-        return smem.stage_bytes(self)
-
-    @property
-    def scale_bytes(self) -> int:
-        return smem.scale_bytes(self)
-
-    @property
-    def parts_bytes(self) -> int:
-        return smem.parts_bytes(self)
-
-    @cached_property
-    def epi_stage_bytes(self) -> int:
-        return smem.epi_stage_bytes(self)
-
-    @cached_property
-    def load_stage_bytes(self) -> int:
-        return smem.load_stage_bytes(self)
-
-    @cached_property
-    def smem_bytes(self) -> int:
-        return smem.total_bytes(self)
+    stage_bytes = cached_property(smem.stage_bytes)
+    scale_bytes = property(smem.scale_bytes)
+    parts_bytes = property(smem.parts_bytes)
+    epi_stage_bytes = cached_property(smem.epi_stage_bytes)
+    load_stage_bytes = cached_property(smem.load_stage_bytes)
+    smem_bytes = cached_property(smem.total_bytes)
+    name = property(kernel_name)
 
     def stored_b(self, columns: int, k: int) -> tuple[int, int]:
         """Returns the extents of a part of B, (N, K), where `packed` elements count as one."""
@@ -378,10 +344,6 @@ class GemmSpec:
         for field in fields:
             vars(spec).pop(CACHED_OF[field], None)
         return spec
-
-    @property
-    def name(self) -> str:
-        return kernel_name(self)
 
     def to_json(self) -> str:
         """Returns canonical JSON: the same text for equal specs."""
