@@ -17,6 +17,7 @@ from ..fusion.jaxprs import CALLS, ClosedJaxpr, traced
 from ..fusion.jumps import tests_for_infinity
 from ..fusion.memo import interned, memoised
 from ..primitives.as_float16 import as_float16_p
+from ..primitives.define import accumulator_dtype
 from ..primitives.segments import segment_mask
 
 WIDE = np.dtype(np.float32)
@@ -71,16 +72,11 @@ def _widened(
         return list(map(lax.convert_element_type, results, dtypes))
 
     avals: list[Any] = [x.aval for x in function.invars]
-    avals[:products] = [aval.update(dtype=sum_dtype(aval)) for aval in avals[:products]]
+    avals[:products] = [x.update(dtype=accumulator_dtype(x.dtype)) for x in avals[:products]]
     return traced(wide, *avals)
 
 
 _widened_once = memoised(_widened)
-
-
-def sum_dtype(product: Any) -> np.dtype:
-    """Returns the dtype of the accumulators of a product: float32, or its own of integers."""
-    return WIDE if jnp.issubdtype(product.dtype, jnp.floating) else np.dtype(product.dtype)
 
 
 @cache

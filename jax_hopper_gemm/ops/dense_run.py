@@ -17,7 +17,8 @@ from ..fusion.memo import memoised
 from ..gemm.product import Options, Product
 from ..lowering.devices import permuted_sharding
 from ..primitives.auto_axes import kept_sharding
-from ..primitives.fused_dot import accumulator_dtype, fused_dot
+from ..primitives.define import accumulator_dtype
+from ..primitives.fused_dot import fused_dot
 from .batch_invariance import in_contexts
 from .complex_products import by_parts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product

@@ -21,7 +21,7 @@ from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
 from ..primitives.dots import hopper_dots_p
 from ..primitives.experimental import flops_of
-from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.fused_primitive import hopper_fused_p
 from .explanation import Explanation, explanation_of
 from .find_product import Program, TracedProduct, as_by_xla, by_recipe
 
