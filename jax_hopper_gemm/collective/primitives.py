@@ -25,7 +25,7 @@ from jax import numpy as jnp
 from jax.interpreters import ad
 
 from ..gemm.product import Options
-from ..ops import dot_general, matmul, sm_limit
+from ..ops import contexts, dot_general, matmul
 from ..primitives.define import Lowering, Rules, define_primitive
 from ..primitives.dot import as_cotangent, entering
 
@@ -149,14 +149,14 @@ def _scattered_dot_tangent(
 
 
 def _matmul(a: jax.Array, b: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
-    with sm_limit.max_sms(max_sms):
+    with contexts.max_sms(max_sms):
         return matmul(a, b, **options)
 
 
 def _of_columns(x: jax.Array, y: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
     """Returns the product (K, N) of (..., M, K), transposed, and (..., M, N)."""
     rows = tuple(range(x.ndim - 1))
-    with sm_limit.max_sms(max_sms):
+    with contexts.max_sms(max_sms):
         return dot_general(x, y, ((rows, rows), ((), ())), **options)
 
 

@@ -17,7 +17,7 @@ from ..gemm.subscripts import DotGeneral
 from ..lowering.devices import permuted_sharding
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import takes_batch_invariant
+from .contexts import takes_batch_invariant
 from .delayed import DelayedScaling, run_delayed
 from .dense_run import JaxProduct, run
 from .quantized import QArray, Quantized, as_quantized, is_quantized

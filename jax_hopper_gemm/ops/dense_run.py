@@ -20,7 +20,7 @@ from ..primitives.auto_axes import kept_sharding
 from ..primitives.complex_products import by_parts
 from ..primitives.define import accumulator_dtype
 from ..primitives.fused_dot import fused_dot
-from .batch_invariance import in_contexts
+from .contexts import in_contexts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .steps import SCALES, Gate, Steps, result_dtypes, traced, with_range
