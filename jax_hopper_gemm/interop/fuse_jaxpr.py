@@ -27,8 +27,7 @@ from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences
 from .kinds import PRODUCTS, Along, is_inlined, nbytes
 from .placement import in_place, updates_ordered
-from .program import Program
-from .region import Region
+from .program import Program, Region
 from .regions import Regions
 from .together import NoPlace, launched_together
 from .wide import Function, widened
