@@ -18,7 +18,8 @@ from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph
 from .kernel_name import kernel_name
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
-from .problem import Major, VarlenAxis, plain_graph
+from .problem import plain_graph
+from .problem_type import ProblemType
 from .smem import EPI_TILE_M
 from .tma_box import TmaBox, make_box
 
@@ -41,7 +42,7 @@ CACHED_OF = {
 
 
 @dataclass(frozen=True)
-class GemmSpec:
+class GemmSpec(ProblemType):
     """One kernel. All fields are compile-time constants of it.
 
     A tile is the block of D that one CTA (cooperative) or one math warpgroup (pingpong) computes.
@@ -51,11 +52,6 @@ class GemmSpec:
     Cached are the properties that choosing a kernel reads many times of each candidate.
     """
 
-    a_dtype: str
-    b_dtype: str
-    d_dtype: str
-    a_major: Major  # "k" or "m"
-    b_major: Major  # "k" or "n"
     tile_m: int
     tile_n: int
     tile_k: int = 64  # elements of K in one stage
@@ -66,37 +62,12 @@ class GemmSpec:
     num_stages: int = 4  # of the A/B ring in shared memory
     epi_tile_n: int = 32  # columns of one staged epilogue tile; it has `EPI_TILE_M` rows
     epi_stages: int = 4  # such tiles for each math warpgroup and each matrix of the results
-    epilogue: EpilogueGraph | None = None
     epi_load_stages: int = 0  # such tiles of operands for each math warpgroup; 0: it loads none
-    grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
-    gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
-    indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
-    # Whether the tensor cores' sums, of few digits, are added up in float32 each `PROMOTION_K` of K
-    promoted: bool = False
-    # Rows of A, and columns of B, that share a scale for each `PROMOTION_K` of K; 0: no scales.
-    a_block: int = 0
-    b_block: int = 0
-    nested: bool = False  # whether the batch has up to three axes, see `GemmProblem.outer`
     # Whether a box of rows along K ends with its matrix, where that has fewer rows than a tile. The
     # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
-    # Of float32 operands, how many products of their bfloat16 parts are summed, see `bf16_parts`.
-    # Operands of bfloat16 are these parts (`reads_parts`), float32 ones are cut by the kernel.
-    bf16_terms: int = 0
-    # Elements of K of a column of B that share a float32 scale, where B is converted; 0: no scales.
-    k_group: int = 0
-    # Of float32 operands that FMA units multiply, elements of a vector that a thread moves along
-    # lines of M or N: 4, or 1 where these are no multiples of 16 bytes; 0: tensor cores do. Of such
-    # kernels (`simt`) the warp schedule, `cluster` and `epi` fields mean nothing.
-    simt_width: int = 0
-    d_major: Major = "n"  # or "m": D, and matrices that the epilogue reads, are stored (N, M)
-    # Whether rows of D may begin and end anywhere: threads store them, not TMA, which would write
-    # on to the next multiple of 16 bytes.
-    loose_d: bool = False
-    # Arrays that B and D are, side by side: each begins with a tile; see `GemmProblem.panels`.
-    panels: int = 1
 
     @cached_property
     def graph(self) -> EpilogueGraph:

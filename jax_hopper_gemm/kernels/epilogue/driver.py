@@ -226,7 +226,7 @@ class FusedEpilogue:
         """
         belongs = tile.coords.belongs
         views = tile.math.matrices
-        fragments = [view.make_fragment() for view in views]
+        fragments = [cute.make_rmem_tensor(x.registers, x.matrix.value_dtype) for x in views]
         inside = self.inside(tile, coords) if self.reductions else None
         for v in range(self.values):
             for matrix, fragment in zip(self.matrices, fragments, strict=True):

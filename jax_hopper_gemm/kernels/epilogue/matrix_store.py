@@ -25,6 +25,7 @@ from cutlass.cutlass_dsl import select_
 from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
+from ..copies import boxes_of
 from ..dtypes import CUTE_DTYPE
 from ..panels import of_panels, own_map
 from ..shared_memory import WARPGROUP
@@ -126,11 +127,6 @@ class StagingView:
     tRS_sD: Any  # (R2S, R2S_M, R2S_N, buffers)
     registers: Any  # the shape of its values of a subtile: (R2S, R2S_M, R2S_N)
 
-    def make_fragment(self):
-        """Returns registers for a thread's values of a subtile."""
-        # (R2S, R2S_M, R2S_N)
-        return cute.make_rmem_tensor(self.registers, self.matrix.value_dtype)
-
     def write(self, values, buffer):
         """Writes a thread's values of a subtile to a shared buffer, in the matrix's dtype."""
         tRS_rD = cute.make_rmem_tensor(self.registers, self.matrix.dtype)  # (R2S, R2S_M, R2S_N)
@@ -145,10 +141,7 @@ class StagingView:
         tma_d, options = own_map(self.tma_d, panel)
         # (64, epi_tile_n, row blocks, column blocks, tiles ...)
         subtiles = cute.flat_divide(tiles, self.matrix.subtile)
-        bSG_sD, bSG_gD = cpasync.tma_partition(
-            tma_d, 0, cute.make_layout(1),
-            cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
-        )  # fmt: skip
+        bSG_sD, bSG_gD = boxes_of(tma_d, self.sD, subtiles)
         return StoreView(tma_d, bSG_sD, bSG_gD, index, options)
 
 

@@ -21,6 +21,7 @@ from ...gemm.wgmma_fragment import (
     nth_column,
     nth_row,
 )
+from ..copies import boxes_of
 from ..dtypes import CUTE_DTYPE
 from ..panels import of_panels, own_map
 from .matrix_store import check_order, staged_layout
@@ -110,10 +111,7 @@ class LoadedOperand:
     def load_view(self, tma_c, sC, tma_coords, coords):
         pieces, index = self.pieces(tma_coords, coords)
         modes, (tma_c, options) = len(self.box), own_map(tma_c, coords.panel)
-        bGS_sC, bGS_gC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, modes),
-            cute.group_modes(pieces, 0, modes),
-        )  # fmt: skip
+        bGS_sC, bGS_gC = boxes_of(tma_c, sC, pieces, modes)
         return LoadView(tma_c, bGS_gC[*self.blocks, *index], bGS_sC, options)
 
     def tile_view(self, view, coords):
