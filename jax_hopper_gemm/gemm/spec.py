@@ -16,7 +16,6 @@ from .bf16_parts import accumulator_sets
 from .conversion import BLOCK
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph
-from .kernel_name import kernel_name
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
 from .problem import plain_graph
 from .problem_type import ProblemType
@@ -284,7 +283,36 @@ class GemmSpec(ProblemType):
     epi_stage_bytes = cached_property(smem.epi_stage_bytes)
     load_stage_bytes = cached_property(smem.load_stage_bytes)
     smem_bytes = cached_property(smem.total_bytes)
-    name = property(kernel_name)
+
+    @property
+    def name(self) -> str:
+        """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
+        s, blocks = self, self.a_block or self.b_block
+        operands = dict.fromkeys((s.a_dtype, s.b_dtype))  # one name where they are the same
+        dtypes = "_".join(DTYPES[name].short for name in (*operands, s.d_dtype))
+        layout = ("t" if s.a_major == "k" else "n") + ("t" if s.b_major == "n" else "n")
+        kind = {
+            f"gather_{s.gathered}": s.gathered, f"index_{s.indexed}": s.indexed,
+            f"blocks_{s.a_block}_{s.b_block}": blocks, "promoted": s.promoted and not blocks,
+            f"scales_{s.k_group}": s.k_group, "nested": s.nested, "split_k": s.split_k,
+            f"bf16x{s.bf16_terms}": s.bf16_terms, f"simt{s.simt_width}": s.simt_width,
+            DTYPES[s.a_dtype].mma: s.rounds_operands, "transposed": s.d_major == "m",
+            "loose": s.loose_d, f"panels_{s.panels}": s.panels > 1,
+        }  # fmt: skip
+        further = {
+            f"l{s.epi_load_stages}": s.epi_load_stages, "short": s.short_boxes,
+            f"stream_{s.evict_first}": s.evict_first,
+        }  # fmt: skip
+        parts = [
+            "jhg", f"grouped_{s.grouped}" if s.grouped else "gemm",
+            *(part for part, named in kind.items() if named), dtypes, layout,
+            f"{s.tile_m}x{s.tile_n}x{s.tile_k}", f"{s.cluster_m}x{s.cluster_n}",
+            s.warp_schedule, s.tile_scheduler, f"s{s.num_stages}",
+            f"e{s.epi_tile_n}x{s.epi_stages}",
+            *(part for part, named in further.items() if named),
+            *([s.epilogue.label] if s.epilogue else []),
+        ]  # fmt: skip
+        return "_".join(parts)
 
     def stored_b(self, columns: int, k: int) -> tuple[int, int]:
         """Returns the extents of a part of B, (N, K), where `packed` elements count as one."""

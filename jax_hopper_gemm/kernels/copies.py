@@ -9,13 +9,28 @@ from cutlass.cute.nvgpu import cpasync
 def load_atom(tensor, layout, tile, box, shares=1):
     """Returns the atom that loads a tile, in as many shares as CTAs of a cluster have of it.
 
-    Only the tensor's type matters: the host sets the map. The compiled copy must move the box that
-    the host's map will name.
+    Only the tensor's type matters: the host sets the map. If it names a `box`, the compiled copy
+    moves that.
     """
     op = cpasync.CopyBulkTensorTileG2SOp()
     if shares > 1:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp()
     atom, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, tile, shares)
+    if box:
+        _check_box(atom, box, shares)
+    return atom
+
+
+def store_atom(tensor, layout, tile, box):
+    """Returns the atom that stores a tile."""
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    atom, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, tile)
+    _check_box(atom, box, 1)
+    return atom
+
+
+def _check_box(atom, box, shares):
+    """Asserts that the compiled copy moves the box that the host's tensor map will name."""
     compiled = re.search(
         r'tma_gbasis = <"\((\d+),(\d+)(?:,1|,\(1\))+\)', str(atom._trait.value.type)
     )
@@ -23,7 +38,6 @@ def load_atom(tensor, layout, tile, box, shares=1):
     assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
         f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
     )
-    return atom
 
 
 def boxes_of(tma, shared, tiles, modes=2, share=0, shares=1):

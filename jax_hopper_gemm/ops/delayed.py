@@ -169,9 +169,7 @@ def _backward(rule: _Rule, residuals: Any, dy: Any) -> Any:
 _product.defvjp(_forward, _backward)
 
 
-@partial(jax.jit, static_argnums=(3,), inline=INLINE)
-def _traced(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
-    return _product(x, w, state, rule)
+_traced = jax.jit(_product, static_argnums=(3,), inline=INLINE)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -19,13 +19,13 @@ import cutlass.cute as cute
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int16, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
-from ..copies import boxes_of
+from ..copies import boxes_of, store_atom
 from ..dtypes import CUTE_DTYPE
 from ..panels import of_panels, own_map
 from ..shared_memory import WARPGROUP
@@ -94,10 +94,8 @@ class StagedMatrix:
         next multiple, past the end of the line. `dispatch/legality.py` refuses such products.
         """
         one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
-        op = cpasync.CopyBulkTensorTileS2GOp()
-        return of_panels(
-            mD, lambda mD: cpasync.make_tiled_tma_atom(op, mD, one_stage, self.subtile)[0]
-        )
+        box = self.spec.epi_box(self.result.dtype)
+        return of_panels(mD, lambda mD: store_atom(mD, one_stage, self.subtile, box))
 
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
