@@ -291,6 +291,10 @@ class GemmProblem:
         axes = [*zip(self.outer, layout.outer_strides, strict=True)]
         return [(self.l // prod(self.outer), layout.batch_stride), *reversed(axes)]
 
+    def distinct(self, layout: MatrixLayout) -> int:
+        """Returns how many matrices an array has in memory, which others of the batch share."""
+        return prod(extent for extent, stride in self.batch_axes(layout) if stride)
+
     @property
     def as_panels(self) -> tuple[Panel, ...]:
         """The panels; without several the product is one."""
@@ -315,12 +319,8 @@ class GemmProblem:
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: inputs once, matrices of results once."""
         axis = self.groups.axis if self.groups else None
-        distinct = (
-            prod(extent for extent, stride in self.batch_axes(layout) if stride)
-            for layout in (self.a, self.b)
-        )
-        batches_a, batches_b = distinct
-        batches_a, batches_b = 1 if axis else batches_a, 1 if axis == "k" else batches_b
+        batches_a = 1 if axis else self.distinct(self.a)
+        batches_b = 1 if axis == "k" else self.distinct(self.b)
         b_matrices = batches_b * self.graph.accumulators
         inputs = DTYPES[self.a_dtype].nbytes(batches_a * self.m * self.stored_k)
         inputs += DTYPES[self.b_dtype].nbytes(b_matrices * self.stored_k * self.n)

@@ -25,8 +25,7 @@ from ..gemm.kernel_params import KernelSpec
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from ..launch.ffi_target import TARGET
-from ..launch.pass_plans import make_cut_plan
-from ..launch.plan import LaunchPlan
+from ..launch.plan import LaunchPlan, make_cut_plan
 from .call import CUT, Call
 from .canonical import scale_letters
 from .devices import lowers_shard

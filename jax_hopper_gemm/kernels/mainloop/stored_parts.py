@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass.cutlass_dsl import min as smaller
 
 from ...gemm.bf16_parts import PROMOTED_K, RUN_K, num_parts, products
-from .ss import SharedConsumer
+from .ss import SharedConsumer, nothing
 from .tma import TmaProducer
 
 
@@ -61,7 +61,7 @@ class StoredPartsConsumer(SharedConsumer):
         view.acc.fill(0.0)
         for first in cutlass.range(0, k_tiles, step, unroll=1):
             count = smaller(k_tiles - first, step)
-            state = self._accumulate(view, ring, state, count, blocks, _nothing)
+            state = self._accumulate(view, ring, state, count, blocks, nothing)
             self.promote(view)
         on_issued()
         return state
@@ -70,7 +70,3 @@ class StoredPartsConsumer(SharedConsumer):
         """Adds the sums since the last time to the tile's accumulators."""
         for v in range(cute.size(view.acc)):
             view.acc[v] = view.acc[v] + view.sums[v]
-
-
-def _nothing():
-    pass
