@@ -34,7 +34,7 @@ from .auto_axes import stated_sharding
 from .call_words import options_of_words, options_to_words
 from .complex_products import by_parts
 from .define import Rules, define_primitive, promoted
-from .dot_general import dot_general_of
+from .remat import dot_general_of
 
 NAME = "hopper_dot"
 
