@@ -131,15 +131,9 @@ class PartsConsumer(SharedConsumer):
                     self.cut_b(view, ring, state, (k_tile + 1) % PART_BUFFERS)
                     state.advance()
             warpgroup.wait_group(0)
-            self.promote(view)
+            _promote(view, view.small)
         on_issued()
         return state
-
-    def promote(self, view):
-        """Adds the sums since the last time to the tile's accumulators."""
-        for v in range(cute.size(view.acc)):
-            sums = view.sums[v] + view.small[v] if self.sums_apart else view.sums[v]
-            view.acc[v] = view.acc[v] + sums
 
     def multiply_step(self, view, buffer, step, is_first):
         """Issues the products of 16 of K: a group of those with A's smaller parts, then the others.
@@ -223,6 +217,13 @@ def parts_of(first, second, count):
     return [*parts, last]
 
 
+def _promote(view, small=None):
+    """Adds the sums since the last time, and `small` ones, to the tile's accumulators."""
+    for v in range(cute.size(view.acc)):
+        sums = view.sums[v] if small is None else view.sums[v] + small[v]
+        view.acc[v] = view.acc[v] + sums
+
+
 def math_thread():
     """Returns the number of a math thread, computed anew.
 
@@ -302,11 +303,6 @@ class StoredPartsConsumer(SharedConsumer):
         for first in cutlass.range(0, k_tiles, step, unroll=1):
             count = smaller(k_tiles - first, step)
             state = self._accumulate(view, ring, state, count, blocks, nothing)
-            self.promote(view)
+            _promote(view)
         on_issued()
         return state
-
-    def promote(self, view):
-        """Adds the sums since the last time to the tile's accumulators."""
-        for v in range(cute.size(view.acc)):
-            view.acc[v] = view.acc[v] + view.sums[v]
