@@ -270,11 +270,6 @@ class GemmProblem:
         return 1 if any(x % simt.VECTOR for x in distances) else simt.VECTOR
 
     @property
-    def rounds_operands(self) -> bool:
-        """As in `GemmSpec`."""
-        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt)
-
-    @property
     def groups_k(self) -> bool:
         """Whether K is cut into groups: A and B are one matrix each."""
         return self.groups is not None and self.groups.axis == "k"
