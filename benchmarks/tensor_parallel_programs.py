@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_hopper_gemm.collective import all_gather_matmul, matmul_reduce_scatter
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.devices import lowering_shard
-from jax_hopper_gemm.ops import matmul, sm_limit
+from jax_hopper_gemm.ops import contexts, matmul
 from jax_hopper_gemm.testing.lowered import specs_of
 
 AXIS = "tp"
@@ -117,7 +117,7 @@ class Ring:
         x, w, out = self.specs
 
         def local(x: Any, w: Any) -> Any:
-            with sm_limit.max_sms(max_sms):
+            with contexts.max_sms(max_sms):
                 return self.product(x, w, AXIS, implementation="hopper")
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(x, w), out_specs=out)

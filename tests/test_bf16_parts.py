@@ -37,8 +37,7 @@ from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.product import Options
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.launch.pass_plans import make_cut_plan
-from jax_hopper_gemm.launch.plan import TensorMap, make_plan
+from jax_hopper_gemm.launch.plan import TensorMap, make_cut_plan, make_plan
 from jax_hopper_gemm.primitives.call_words import options_of_words, options_to_words
 from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of

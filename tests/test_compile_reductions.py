@@ -165,7 +165,7 @@ def run_rows(spec, fold, matrix, i_m, row0, where):
     m, n = matrix.shape
     coords = first = SubtileCoords(m, m, n, row0, tile_n * spec.d_tile_n, batch, tile_n, tiles_n)
     for i_n in range(spec.d_tile_n // spec.epi_tile_n):
-        coords = first.right_by(i_n * spec.epi_tile_n)
+        coords = first._replace(column0=first.column0 + i_n * spec.epi_tile_n)
         mask = coords.inside(THREADS, spec.epi_tile_n // 4)
         for v in range(spec.epi_tile_n // 2):
             row = row0 + wgmma_fragment.row_of(THREADS, v)

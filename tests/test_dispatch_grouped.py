@@ -65,7 +65,8 @@ def test_choices_are_legal_buildable_and_the_same_again():
 @pytest.mark.parametrize("d_dtype", RESULTS)
 def test_every_grouped_configuration_becomes_a_kernel(axis, dtype, d_dtype):
     for b_major in ("n", "k") if axis == "m" else ("n",):
-        types = ProblemType(dtype, dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis)
+        a_major = "k" if axis == "m" else "m"
+        types = ProblemType(dtype, dtype, d_dtype, a_major, b_major, grouped=axis)
         configs = GROUPED_M_CONFIGS if axis == "m" else GROUPED_K_CONFIGS
         specs = [filled_spec(config, types) for config in configs]
         assert list(model_specs(types)) == specs, "none spills or is dropped for narrow rows"

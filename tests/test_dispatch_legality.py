@@ -222,7 +222,8 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
     graph = STANDARD[name]
     d_dtype = graph.matrices[0].dtype if graph.matrices else "bfloat16"
     for a_major, b_major in product(("k", "m"), ("n", "k")):
-        specs = model_specs(ProblemType("bfloat16", "bfloat16", d_dtype, a_major, b_major, graph))
+        types = ProblemType("bfloat16", "bfloat16", d_dtype, a_major, b_major, epilogue=graph)
+        specs = model_specs(types)
         assert len(specs) >= 10
         for spec in specs:
             assert violations(spec) == []
@@ -233,7 +234,8 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
 
 
 def test_matrices_that_an_epilogue_loads_get_more_stages_where_the_ring_allows():
-    types = ProblemType("bfloat16", "bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
+    graph = STANDARD["residual"]
+    types = ProblemType("bfloat16", "bfloat16", "bfloat16", "k", "n", epilogue=graph)
     configs = Config(128, 256), Config(128, 256, epi_tile_n=32), Config(128, 128)
     large, narrow, small = (filled_spec(config, types) for config in configs)
     assert large is not None and narrow is not None and small is not None

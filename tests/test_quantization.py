@@ -15,7 +15,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
 from jax_hopper_gemm.gemm.kernel_params import param_list, spec_from_json
 from jax_hopper_gemm.gemm.quantization import QuantizeSpec
-from jax_hopper_gemm.launch.pass_plans import make_quantize_plan
+from jax_hopper_gemm.launch.plan import make_quantize_plan
 from jax_hopper_gemm.primitives.quantize import hopper_quantize
 from jax_hopper_gemm.testing.lowered import all_specs_of
 

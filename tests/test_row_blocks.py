@@ -7,7 +7,7 @@ import pytest
 
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.spec import PROMOTION_K
-from jax_hopper_gemm.primitives.row_blocks import row_blocks
+from jax_hopper_gemm.primitives.group_sizes import row_blocks
 
 CASES = [
     (Groups.plain(4), [40, 0, 130, 17], 200),

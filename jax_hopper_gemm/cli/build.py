@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from .. import cubin, dispatch
 from ..gemm.dtypes import HALVES, OPERANDS, RESULTS
-from ..gemm.kernel_params import KernelSpec, spec_from_json
+from ..gemm.kernel_params import KernelSpec
 from . import products
 from .report import CommandError, built, json_option, make_folder, say
-
-if TYPE_CHECKING:
-    from ..lowering.call import Launch
 
 SMS = dispatch.H200.num_sms
 
@@ -79,7 +76,7 @@ def specs_of_program(path: Path) -> list[KernelSpec]:
         raise CommandError(f"{path}: no kernels can be read from it: {error!r}") from error
     if not launches:
         raise CommandError(f"{path}: it launches no kernel of this library")
-    specs = {_spec_of(launch): launch for launch in launches}
+    specs = {cubin.spec_of(launch.digest, launch.spec): launch for launch in launches}
     if None in specs:
         raise CommandError(
             f"{path}: another version of jax_hopper_gemm made it, and the kernel of "
@@ -87,12 +84,3 @@ def specs_of_program(path: Path) -> list[KernelSpec]:
             "the program again."
         )
     return [spec for spec in specs if spec]
-
-
-def _spec_of(launch: Launch) -> KernelSpec | None:
-    """Returns the spec of a launch's kernel, if this version makes the same kernel."""
-    try:
-        spec = spec_from_json(launch.spec)
-        return spec if cubin.digest_of(spec) == launch.digest else None
-    except (ValueError, TypeError):  # fields of another version
-        return None

@@ -25,7 +25,7 @@ from jax import numpy as jnp
 from jax.interpreters import ad
 
 from ..gemm.product import Options
-from ..ops import dot_general, matmul, sm_limit
+from ..ops import contexts, dot_general, matmul
 from ..primitives.define import Lowering, Rules, define_primitive
 from ..primitives.dot import as_cotangent, entering
 
@@ -149,14 +149,14 @@ def _scattered_dot_tangent(
 
 
 def _matmul(a: jax.Array, b: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
-    with sm_limit.max_sms(max_sms):
+    with contexts.max_sms(max_sms):
         return matmul(a, b, **options)
 
 
 def _of_columns(x: jax.Array, y: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
     """Returns the product (K, N) of (..., M, K), transposed, and (..., M, N)."""
     rows = tuple(range(x.ndim - 1))
-    with sm_limit.max_sms(max_sms):
+    with contexts.max_sms(max_sms):
         return dot_general(x, y, ((rows, rows), ((), ())), **options)
 
 
@@ -259,29 +259,15 @@ def _scattered_dot_tangent_transpose(
     return [as_cotangent(x_tangent.aval, of_x), as_cotangent(w_tangent.aval, of_w), None, None]
 
 
-def _gathered_dot_batch(
-    axis_data: Any, args: Any, axes: Any, **params: Any
-) -> tuple[list[Any], list[int]]:
-    products = _mapped(gathered_dot_p.bind, _gathered_dot, args, axes, **params)
-    return products, [0] * len(products)
-
-
-def _scattered_dot_batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[Any, int]:
-    return _mapped(scattered_dot_p.bind, _scattered_dot, args, axes, **params), 0
-
-
-def _scattered_dot_tangent_batch(
-    axis_data: Any, args: Any, axes: Any, **params: Any
-) -> tuple[Any, int]:
-    return jax.vmap(partial(_scattered_dot_tangent, **params), tuple(axes))(*args), 0
-
-
-def _mapped(bind: Any, function: Any, args: Any, axes: Any, **params: Any) -> Any:
+def _batch(
+    bind: Any, function: Any, axis_data: Any, args: Any, axes: Any, **params: Any
+) -> tuple[Any, Any]:
     """A mapped x has one more axis in front; a mapped w is one ring for all."""
-    x, w = args
-    if axes[1] is None:
-        return bind(jnp.moveaxis(x, axes[0], 0), w, **params)
-    return jax.vmap(partial(function, **params), tuple(axes))(x, w)
+    if len(args) == 2 and axes[1] is None:
+        found = bind(jnp.moveaxis(args[0], axes[0], 0), args[1], **params)
+    else:
+        found = jax.vmap(partial(function, **params), tuple(axes))(*args)
+    return found, [0] * len(found) if isinstance(found, list) else 0
 
 
 gathered_dot_p = define_primitive(
@@ -289,7 +275,9 @@ gathered_dot_p = define_primitive(
     _gathered_dot,
     multiple_results=True,
     rules=Rules(
-        jvp=_gathered_dot_jvp, transpose=_gathered_dot_transpose, batch=_gathered_dot_batch
+        jvp=_gathered_dot_jvp,
+        transpose=_gathered_dot_transpose,
+        batch=lambda *x, **params: _batch(gathered_dot_p.bind, _gathered_dot, *x, **params),
     ),
     lowering=Lowering(shared=False),
 )
@@ -297,7 +285,9 @@ scattered_dot_p = define_primitive(
     "hopper_scattered_dot",
     _scattered_dot,
     rules=Rules(
-        jvp=_scattered_dot_jvp, transpose=_scattered_dot_transpose, batch=_scattered_dot_batch
+        jvp=_scattered_dot_jvp,
+        transpose=_scattered_dot_transpose,
+        batch=lambda *x, **params: _batch(scattered_dot_p.bind, _scattered_dot, *x, **params),
     ),
     lowering=Lowering(shared=False),
 )
@@ -307,7 +297,7 @@ scattered_dot_tangent_p = define_primitive(
     rules=Rules(
         jvp="reference",
         transpose=_scattered_dot_tangent_transpose,
-        batch=_scattered_dot_tangent_batch,
+        batch=partial(_batch, None, _scattered_dot_tangent),
     ),
     lowering=Lowering(shared=False),
 )

@@ -12,10 +12,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import varying_together
 from ..ops.activations import Activation, activation_function
-from ..ops.batch_invariance import refuse_batch_invariance
 from ..ops.checks import as_arrays, as_cotangent_dtype, as_result_dtype, layers
+from ..ops.contexts import current_max_sms, refuse_batch_invariance
 from ..ops.dense import Implementation
-from ..ops.sm_limit import current_max_sms
 from ..ops.steps import Steps, named_in
 from ..primitives.define import promoted
 from .primitives import gathered_dot, scattered_dot

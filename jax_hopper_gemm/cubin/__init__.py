@@ -19,6 +19,7 @@ from .loader import LoadedKernel as LoadedKernel
 from .loader import load as load
 from .lookup import get as get
 from .lookup import prebuilt as prebuilt
+from .lookup import spec_of as spec_of
 from .manifest import Manifest as Manifest
 from .manifest import Parameter as Parameter
 from .store import Compiled as Compiled

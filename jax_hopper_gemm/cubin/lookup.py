@@ -55,18 +55,23 @@ def resolve(digest: str, spec_json: str) -> Compiled:
     if found := _find(digest, spec_json):
         _known[digest] = found
         return found
+    if spec := spec_of(digest, spec_json):
+        return get(spec)
+    raise CubinError(
+        f"the kernel {digest[:16]} of spec {spec_json} belongs to another version of "
+        f"jax_hopper_gemm, and neither {prebuilt()} nor {user_cache()} has it. Trace and lower "
+        "the program again with this version, or point JAX_HOPPER_GEMM_CUBINS at the kernels "
+        "built with the other one."
+    )
+
+
+def spec_of(digest: str, spec_json: str) -> KernelSpec | None:
+    """Returns the spec of a kernel that a program names, if this version makes the same one."""
     try:
         spec = spec_from_json(spec_json)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version
-        spec = None
-    if spec is None or digest_of(spec) != digest:
-        raise CubinError(
-            f"the kernel {digest[:16]} of spec {spec_json} belongs to another version of "
-            f"jax_hopper_gemm, and neither {prebuilt()} nor {user_cache()} has it. Trace and lower "
-            "the program again with this version, or point JAX_HOPPER_GEMM_CUBINS at the kernels "
-            "built with the other one."
-        )
-    return get(spec)
+        return None
+    return spec if digest_of(spec) == digest else None
 
 
 def prebuilt() -> Store:

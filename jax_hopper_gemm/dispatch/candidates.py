@@ -201,14 +201,9 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
 
 def with_rings(config: Config, problem_type: ProblemType, **rings: Any) -> GemmSpec:
     """Returns the kernel of a configuration, legal or not, with these rings and epilogue tile."""
-    return GemmSpec(
-        **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n,
-        tile_k=config.k_bytes // DTYPES[problem_type.a_dtype].itemsize,
-        cluster_m=config.cluster_m, cluster_n=config.cluster_n,
-        warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
-        short_boxes=config.short_boxes, evict_first=config.evict_first, split_k=config.split_k,
-        **rings,
-    )  # fmt: skip
+    named = vars(problem_type) | vars(config)
+    k_bytes, _ = named.pop("k_bytes"), named.pop("epi_tile_n")
+    return GemmSpec(**named, tile_k=k_bytes // DTYPES[problem_type.a_dtype].itemsize, **rings)
 
 
 def _widths(config: Config, problem_type: ProblemType, loads: bool) -> tuple[int, ...]:
@@ -316,7 +311,10 @@ def problem_types(
 ) -> list[ProblemType]:
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
     choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
-    types = [ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices]
+    types = [
+        ProblemType(dtype, dtype, d_dtype, a, b, epilogue=graph, grouped=axis, gathered=rows)
+        for a, b, rows in choices
+    ]
     types += [replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types]
     return [kind for kind in types if not no_kernels(kind)]
 

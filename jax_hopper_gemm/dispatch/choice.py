@@ -85,7 +85,7 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
     if device.comm_overlap:
         decision = _for_overlap(whole, alone, decision)
-    return _staying(_of_stack(decision, problem), problem)
+    return _of_problem(decision, problem)
 
 
 def _refusals(problem: GemmProblem, device: Device) -> list[str]:
@@ -103,16 +103,6 @@ def _whole(problem: GemmProblem) -> GemmProblem:
     return problem if alone else replace(problem, indexed=None, stack=1)
 
 
-def _of_stack(decision: Decision, problem: GemmProblem) -> Decision:
-    """Returns a decision for the matrix of a stack that `problem` reads, if it does."""
-    if (spec := decision.spec) is None:
-        return decision
-    indexed = problem.as_stored(spec.d_major).indexed
-    if indexed == spec.indexed:
-        return decision
-    return replace(decision, spec=replace(spec, indexed=indexed))
-
-
 def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool = True) -> Decision:
     """Returns how `problem` runs where a row has the same bits in every batch (`invariance`).
 
@@ -124,18 +114,24 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     whole = _whole(problem)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
-    return _staying(_of_stack(decision, problem), problem)
+    return _of_problem(decision, problem)
 
 
-def _staying(decision: Decision, problem: GemmProblem) -> Decision:
-    """Returns a decision whose kernel lets L2 keep a stream that may be read again from there."""
-    least, most = (share * L2_BYTES for share in STAYING)
-    spec = decision.spec
-    if spec is None or not spec.evict_first or decision.source == "user table":
+def _of_problem(decision: Decision, problem: GemmProblem) -> Decision:
+    """Returns a decision for the matrix of a stack that `problem` reads, if it does.
+
+    The kernel lets L2 keep a stream that may be read again from there.
+    """
+    if (spec := decision.spec) is None:
         return decision
-    if not least <= problem.bytes * problem.stack <= most:  # a loop reads the stack's others, too
+    indexed, evict_first = problem.as_stored(spec.d_major).indexed, spec.evict_first
+    if evict_first and decision.source != "user table":
+        least, most = (share * L2_BYTES for share in STAYING)
+        moved = problem.bytes * problem.stack  # a loop reads the stack's others, too
+        evict_first = None if least <= moved <= most else evict_first
+    if (indexed, evict_first) == (spec.indexed, spec.evict_first):
         return decision
-    return replace(decision, spec=replace(spec, evict_first=None))
+    return replace(decision, spec=replace(spec, indexed=indexed, evict_first=evict_first))
 
 
 @lru_cache(maxsize=4096)

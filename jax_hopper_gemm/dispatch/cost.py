@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil
 from typing import Any, NamedTuple
 
 from ..gemm import grid, simt
@@ -252,10 +252,7 @@ def cutting_ns(problem: GemmProblem) -> float:
     if not p.reads_parts:
         return 0.0
     moved = DTYPES["float32"].itemsize + DTYPES[p.a_dtype].itemsize * num_parts(p.bf16_terms)
-    matrices_a, matrices_b = (
-        prod(extent for extent, stride in p.batch_axes(layout) if stride) for layout in (p.a, p.b)
-    )
-    operands = [p.m * matrices_a] + [p.n * matrices_b] * p.graph.accumulators
+    operands = [p.m * p.distinct(p.a)] + [p.n * p.distinct(p.b)] * p.graph.accumulators
     return sum(pass_ns(ceil(CUT_PASSES * lines * p.k * moved)) for lines in operands)
 
 

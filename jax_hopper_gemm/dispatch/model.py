@@ -312,7 +312,8 @@ def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | 
             "an operand's lines are no multiples of 16 bytes, and of such products only plain ones "
             "of two matrices of 16 bits have been measured"
         )
-    if p.rounds_operands and (p.groups or p.epilogue or p.l > 1 or p.d_dtype != "float32"):
+    in_tf32 = DTYPES[p.a_dtype].rounding_map and not (p.bf16_terms or p.simt)
+    if in_tf32 and (p.groups or p.epilogue or p.l > 1 or p.d_dtype != "float32"):
         return "in TF32, plain products of two matrices have been measured, into float32"
     return None
 

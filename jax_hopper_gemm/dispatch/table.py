@@ -215,17 +215,13 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 _KEY_FIELDS = {field.name for field in fields(Key)}
-# Entries are for plain products.
-_OMITTED = {
-    "epilogue", "epi_load_stages", "gathered", "indexed", "nested", "promoted", "a_block",
-    "b_block", "bf16_terms", "k_group", "simt_width", "loose_d", "panels",
-}  # fmt: skip
 # Fields that a kernel has where they are not the default, and their types.
 _OPTIONAL: dict[str, type] = {
     "short_boxes": bool, "evict_first": str, "split_k": bool, "d_major": str,
 }  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in fields(GemmSpec)}
-_SPEC_FIELDS = {f.name for f in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED - _OPTIONAL.keys()
+_FIXED = {field.name for field in fields(ProblemType)}  # by the problem, a plain product
+_SPEC_FIELDS = _DEFAULTS.keys() - _FIXED - _OPTIONAL.keys() - {"epi_load_stages"}
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
 
 

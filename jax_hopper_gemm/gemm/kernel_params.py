@@ -211,8 +211,9 @@ def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | Cu
             tape, _pointer("partials", "float32", TMA_ALIGNMENT), _pointer("flags", alignment=8)
         )
     raster = GroupRaster if spec.grouped else Raster
+    rights = right_names(spec.panels) + ["up"] * (graph.accumulators - 1)
     return KernelArgs(
-        tma_ab=tuple(_operand_ab(spec, n) for n in _multiplied(spec))
+        tma_ab=tuple(_operand_ab(spec, n) for n in ("a", *rights))
         + tuple(_scales_of_b(spec, n) for n in ("b", "up")[: graph.accumulators] if spec.k_group),
         results=_of_panels(spec, graph.results, _result),
         # None and not (): of an empty tuple CuTeDSL warns.
@@ -294,11 +295,6 @@ def map_args(function: Callable[[Any], Any], args: Any) -> Any:
         return function(args)
     mapped = [map_args(function, arg) for arg in args]
     return type(args)(*mapped) if hasattr(args, "_fields") else tuple(mapped)
-
-
-def _multiplied(spec: GemmSpec) -> list[str]:
-    """Returns the names of the arrays that are multiplied."""
-    return ["a", *right_names(spec.panels), *["up"] * (spec.graph.accumulators - 1)]
 
 
 def _operand_ab(spec: GemmSpec, name: str) -> KernelParam:

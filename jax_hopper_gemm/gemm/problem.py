@@ -270,11 +270,6 @@ class GemmProblem:
         return 1 if any(x % simt.VECTOR for x in distances) else simt.VECTOR
 
     @property
-    def rounds_operands(self) -> bool:
-        """As in `GemmSpec`."""
-        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt)
-
-    @property
     def groups_k(self) -> bool:
         """Whether K is cut into groups: A and B are one matrix each."""
         return self.groups is not None and self.groups.axis == "k"
@@ -290,6 +285,10 @@ class GemmProblem:
         """Returns extent and stride of each axis of the batch in an array, the innermost first."""
         axes = [*zip(self.outer, layout.outer_strides, strict=True)]
         return [(self.l // prod(self.outer), layout.batch_stride), *reversed(axes)]
+
+    def distinct(self, layout: MatrixLayout) -> int:
+        """Returns how many matrices an array has in memory, which others of the batch share."""
+        return prod(extent for extent, stride in self.batch_axes(layout) if stride)
 
     @property
     def as_panels(self) -> tuple[Panel, ...]:
@@ -315,12 +314,8 @@ class GemmProblem:
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: inputs once, matrices of results once."""
         axis = self.groups.axis if self.groups else None
-        distinct = (
-            prod(extent for extent, stride in self.batch_axes(layout) if stride)
-            for layout in (self.a, self.b)
-        )
-        batches_a, batches_b = distinct
-        batches_a, batches_b = 1 if axis else batches_a, 1 if axis == "k" else batches_b
+        batches_a = 1 if axis else self.distinct(self.a)
+        batches_b = 1 if axis == "k" else self.distinct(self.b)
         b_matrices = batches_b * self.graph.accumulators
         inputs = DTYPES[self.a_dtype].nbytes(batches_a * self.m * self.stored_k)
         inputs += DTYPES[self.b_dtype].nbytes(b_matrices * self.stored_k * self.n)

@@ -22,6 +22,7 @@ SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SMEM_ALIGNMENT = 1024  # bytes: where the widest swizzle repeats
 SMEM_VECTOR = 128  # bytes: alignment of what TMA loads unswizzled, as rows and columns
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
+MAILBOX_BYTES = 72  # in which a warp tells the others of a tile that it took from the counter
 GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
@@ -113,4 +114,5 @@ def scratch_bytes(spec: GemmSpec) -> int:
 def barrier_bytes(spec: GemmSpec) -> int:
     """Returns the bytes in use: barriers of A, B and the epilogue's operands, the mailbox."""
     rings = spec.num_stages + spec.math_warpgroups * spec.epi_load_stages
-    return 16 * rings + (GROUPED_MAILBOX_BYTES if spec.grouped else spec.scheduling.mailbox_bytes)
+    mailbox = GROUPED_MAILBOX_BYTES if spec.grouped else MAILBOX_BYTES * spec.dynamic
+    return 16 * rings + mailbox

@@ -16,9 +16,9 @@ from .bf16_parts import accumulator_sets
 from .conversion import BLOCK
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph
-from .kernel_name import kernel_name
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
-from .problem import Major, VarlenAxis, plain_graph
+from .problem import plain_graph
+from .problem_type import ProblemType
 from .smem import EPI_TILE_M
 from .tma_box import TmaBox, make_box
 
@@ -33,22 +33,6 @@ WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
 
 
-@dataclass(frozen=True)
-class Scheduling:
-    """What follows of a tile scheduler."""
-
-    persistent: bool = True  # a CTA works on tiles until there are no more, not on one
-    dynamic: bool = False  # CTAs take tiles from a counter in memory while they run
-    mailbox_bytes: int = 0  # shared memory in which a warp tells the others which tile is next
-
-
-SCHEDULING: dict[TileScheduler, Scheduling] = {
-    "single": Scheduling(persistent=False),
-    "static": Scheduling(),
-    "dynamic": Scheduling(dynamic=True, mailbox_bytes=72),
-}
-
-
 # By field, the one cached property of a `GemmSpec` that depends on it.
 CACHED_OF = {
     "a_major": "a_box", "b_major": "b_box",
@@ -57,7 +41,7 @@ CACHED_OF = {
 
 
 @dataclass(frozen=True)
-class GemmSpec:
+class GemmSpec(ProblemType):
     """One kernel. All fields are compile-time constants of it.
 
     A tile is the block of D that one CTA (cooperative) or one math warpgroup (pingpong) computes.
@@ -67,11 +51,6 @@ class GemmSpec:
     Cached are the properties that choosing a kernel reads many times of each candidate.
     """
 
-    a_dtype: str
-    b_dtype: str
-    d_dtype: str
-    a_major: Major  # "k" or "m"
-    b_major: Major  # "k" or "n"
     tile_m: int
     tile_n: int
     tile_k: int = 64  # elements of K in one stage
@@ -82,37 +61,12 @@ class GemmSpec:
     num_stages: int = 4  # of the A/B ring in shared memory
     epi_tile_n: int = 32  # columns of one staged epilogue tile; it has `EPI_TILE_M` rows
     epi_stages: int = 4  # such tiles for each math warpgroup and each matrix of the results
-    epilogue: EpilogueGraph | None = None
     epi_load_stages: int = 0  # such tiles of operands for each math warpgroup; 0: it loads none
-    grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
-    gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
-    indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
-    # Whether the tensor cores' sums, of few digits, are added up in float32 each `PROMOTION_K` of K
-    promoted: bool = False
-    # Rows of A, and columns of B, that share a scale for each `PROMOTION_K` of K; 0: no scales.
-    a_block: int = 0
-    b_block: int = 0
-    nested: bool = False  # whether the batch has up to three axes, see `GemmProblem.outer`
     # Whether a box of rows along K ends with its matrix, where that has fewer rows than a tile. The
     # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
-    # Of float32 operands, how many products of their bfloat16 parts are summed, see `bf16_parts`.
-    # Operands of bfloat16 are these parts (`reads_parts`), float32 ones are cut by the kernel.
-    bf16_terms: int = 0
-    # Elements of K of a column of B that share a float32 scale, where B is converted; 0: no scales.
-    k_group: int = 0
-    # Of float32 operands that FMA units multiply, elements of a vector that a thread moves along
-    # lines of M or N: 4, or 1 where these are no multiples of 16 bytes; 0: tensor cores do. Of such
-    # kernels (`simt`) the warp schedule, `cluster` and `epi` fields mean nothing.
-    simt_width: int = 0
-    d_major: Major = "n"  # or "m": D, and matrices that the epilogue reads, are stored (N, M)
-    # Whether rows of D may begin and end anywhere: threads store them, not TMA, which would write
-    # on to the next multiple of 16 bytes.
-    loose_d: bool = False
-    # Arrays that B and D are, side by side: each begins with a tile; see `GemmProblem.panels`.
-    panels: int = 1
 
     @cached_property
     def graph(self) -> EpilogueGraph:
@@ -140,16 +94,14 @@ class GemmSpec:
         return self.tile_n // self.graph.accumulators
 
     @property
-    def scheduling(self) -> Scheduling:
-        return SCHEDULING[self.tile_scheduler]
-
-    @property
     def persistent(self) -> bool:
-        return self.scheduling.persistent
+        """Whether a CTA works on tiles until there are no more, not on one."""
+        return self.tile_scheduler != "single"
 
     @property
     def dynamic(self) -> bool:
-        return self.scheduling.dynamic
+        """Whether CTAs take tiles from a counter in memory while they run."""
+        return self.tile_scheduler == "dynamic"
 
     @cached_property
     def math_warpgroups(self) -> int:
@@ -325,29 +277,42 @@ class GemmSpec:
         """Elements of K that one wgmma multiplies."""
         return DTYPES["bfloat16" if self.bf16_terms else self.a_dtype].mma_k
 
-    @cached_property
-    def stage_bytes(self) -> int:
-        return smem.stage_bytes(self)
+    stage_bytes = cached_property(smem.stage_bytes)
+    scale_bytes = property(smem.scale_bytes)
+    parts_bytes = property(smem.parts_bytes)
+    epi_stage_bytes = cached_property(smem.epi_stage_bytes)
+    load_stage_bytes = cached_property(smem.load_stage_bytes)
+    smem_bytes = cached_property(smem.total_bytes)
 
     @property
-    def scale_bytes(self) -> int:
-        return smem.scale_bytes(self)
-
-    @property
-    def parts_bytes(self) -> int:
-        return smem.parts_bytes(self)
-
-    @cached_property
-    def epi_stage_bytes(self) -> int:
-        return smem.epi_stage_bytes(self)
-
-    @cached_property
-    def load_stage_bytes(self) -> int:
-        return smem.load_stage_bytes(self)
-
-    @cached_property
-    def smem_bytes(self) -> int:
-        return smem.total_bytes(self)
+    def name(self) -> str:
+        """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
+        s, blocks = self, self.a_block or self.b_block
+        operands = dict.fromkeys((s.a_dtype, s.b_dtype))  # one name where they are the same
+        dtypes = "_".join(DTYPES[name].short for name in (*operands, s.d_dtype))
+        layout = ("t" if s.a_major == "k" else "n") + ("t" if s.b_major == "n" else "n")
+        kind = {
+            f"gather_{s.gathered}": s.gathered, f"index_{s.indexed}": s.indexed,
+            f"blocks_{s.a_block}_{s.b_block}": blocks, "promoted": s.promoted and not blocks,
+            f"scales_{s.k_group}": s.k_group, "nested": s.nested, "split_k": s.split_k,
+            f"bf16x{s.bf16_terms}": s.bf16_terms, f"simt{s.simt_width}": s.simt_width,
+            DTYPES[s.a_dtype].mma: s.rounds_operands, "transposed": s.d_major == "m",
+            "loose": s.loose_d, f"panels_{s.panels}": s.panels > 1,
+        }  # fmt: skip
+        further = {
+            f"l{s.epi_load_stages}": s.epi_load_stages, "short": s.short_boxes,
+            f"stream_{s.evict_first}": s.evict_first,
+        }  # fmt: skip
+        parts = [
+            "jhg", f"grouped_{s.grouped}" if s.grouped else "gemm",
+            *(part for part, named in kind.items() if named), dtypes, layout,
+            f"{s.tile_m}x{s.tile_n}x{s.tile_k}", f"{s.cluster_m}x{s.cluster_n}",
+            s.warp_schedule, s.tile_scheduler, f"s{s.num_stages}",
+            f"e{s.epi_tile_n}x{s.epi_stages}",
+            *(part for part, named in further.items() if named),
+            *([s.epilogue.label] if s.epilogue else []),
+        ]  # fmt: skip
+        return "_".join(parts)
 
     def stored_b(self, columns: int, k: int) -> tuple[int, int]:
         """Returns the extents of a part of B, (N, K), where `packed` elements count as one."""
@@ -378,10 +343,6 @@ class GemmSpec:
         for field in fields:
             vars(spec).pop(CACHED_OF[field], None)
         return spec
-
-    @property
-    def name(self) -> str:
-        return kernel_name(self)
 
     def to_json(self) -> str:
         """Returns canonical JSON: the same text for equal specs."""

@@ -31,6 +31,7 @@ GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
 }  # fmt: skip
 
 
+NO_CODE = "have no code for"
 MAX_PANELS = 4  # right operands of a launch that has a result for each
 MAX_TENSOR_MAPS = 28  # of a launch, as `ffi/src/plan.h` has it: 3,584 of 4,096 bytes of parameters
 
@@ -124,11 +125,11 @@ def _varlen_m_violations(t: ProblemType) -> Iterator[str]:
         yield f"a {kind} of rows that are cut into groups: leave it to XLA"
 
 
-def _without(others: dict[str, Any], kernels: str, way_out: str = "") -> Iterator[str]:
-    """Yields of what is there, by name, that kernels have no code for it."""
+def _without(others: dict[str, Any], lacking: str, way_out: str = "") -> Iterator[str]:
+    """Yields of what is there, by name, what is lacking for it."""
     for name, there in others.items():
         if there:
-            yield f"{kernels} have no code for {name}{way_out}"
+            yield f"{lacking} {name}{way_out}"
 
 
 def _varlen_k_violations(t: ProblemType) -> Iterator[str]:
@@ -152,7 +153,7 @@ def _terms_violations(t: ProblemType) -> Iterator[str]:
         yield f"A is {t.a_dtype} and B {t.b_dtype}: float32 is cut into bfloat16 parts"
     if t.a_dtype == "bfloat16":
         others = {"groups": t.grouped, "a matrix of a stack": t.indexed}
-        yield from _without(others, "kernels that read bfloat16 parts from memory")
+        yield from _without(others, f"kernels that read bfloat16 parts from memory {NO_CODE}")
     if t.promoted or t.a_block or t.b_block:
         yield "sums of bfloat16 parts are promoted already, and blocks of float32 have no scales"
 
@@ -190,7 +191,7 @@ def _transposed_violations(t: ProblemType) -> Iterator[str]:
         f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
         "reductions": t.epilogue and t.epilogue.needs_extents,
     }  # fmt: skip
-    yield from _without(others, "kernels that store D along M")
+    yield from _without(others, f"kernels that store D along M {NO_CODE}")
     arrays = [*t.epilogue.matrices, *t.epilogue.operands] if t.epilogue else []
     for array in arrays:
         if array.kind == "matrix" and DTYPES[array.dtype].itemsize == 1:
@@ -206,9 +207,7 @@ def _loose_violations(t: ProblemType) -> Iterator[str]:
         "results of 4 or 8 bits": any(DTYPES[r.dtype].itemsize == 1 for r in results),
         f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
     }  # fmt: skip
-    for name, there in others.items():
-        if there:
-            yield f"rows of D that are no multiples of 16 bytes, and {name}: pad N"
+    yield from _without(others, "rows of D that are no multiples of 16 bytes, and", ": pad N")
 
 
 def _panel_violations(t: ProblemType) -> Iterator[str]:
@@ -225,7 +224,7 @@ def _panel_violations(t: ProblemType) -> Iterator[str]:
         "rows of D that are no multiples of 16 bytes": t.loose_d,
         f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
     }  # fmt: skip
-    yield from _without(others, "kernels of several right operands")
+    yield from _without(others, f"kernels of several right operands {NO_CODE}")
 
 
 def _tensor_map_violations(t: ProblemType) -> Iterator[str]:
@@ -252,7 +251,7 @@ def _simt_type_violations(t: ProblemType) -> Iterator[str]:
         "block scales": t.a_block or t.b_block, "a nested batch": t.nested,
         "bfloat16 parts": t.bf16_terms,
     }  # fmt: skip
-    yield from _without(others, "kernels for FMA units", ": leave the product to XLA")
+    yield from _without(others, f"kernels for FMA units {NO_CODE}", ": leave the product to XLA")
 
 
 def _block_violations(t: ProblemType) -> Iterator[str]:

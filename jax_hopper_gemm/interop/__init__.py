@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 from .accelerate import accelerate as accelerate
-from .intercept import intercept_ragged_dot as intercept_ragged_dot
+from .accelerate import intercept_ragged_dot as intercept_ragged_dot

@@ -1,17 +1,20 @@
-"""`accelerate`: our products in place of those that a function requests from JAX."""
+"""Our products in place of those that a function requests from JAX: `accelerate`, and a context."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax import lax
 from jax.core import Tracer
 
 from ..ops import checks
 from ..ops.dense import Implementation
+from ..ops.ragged import ragged_dot, ragged_dot_general
 from ..ops.recipes import Recipe, as_recipe
 from .rewrite_jaxpr import Rewriting, run_with_our_products
 
@@ -113,3 +116,31 @@ def accelerate(
 def _objects_in(tree: Any) -> list[Any]:
     """Returns the pytrees in a tree whose type is not a Python container."""
     return jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in (dict, list, tuple, type(None)))
+
+
+@contextmanager
+def intercept_ragged_dot(*, implementation: Implementation = None) -> Iterator[None]:
+    """Replaces `jax.lax.ragged_dot` and `ragged_dot_general` by those of this library.
+
+        with jhg.intercept_ragged_dot():
+            state = train_step(state, batch)  # calls jax.lax.ragged_dot somewhere
+
+    It sets the attributes `jax.lax.ragged_dot` and `jax.lax.ragged_dot_general` and restores them
+    on exit. So it affects code that looks them up while it is traced, in every thread of the
+    process. It does not affect code that imported the functions from `jax.lax` before, nor programs
+    that `jax.jit` traced before. Programs traced inside keep our products after exit. Do not leave
+    the context in one thread while another is inside.
+
+    Args:
+      implementation: as in `ragged_dot`.
+    """
+    theirs = lax.ragged_dot, lax.ragged_dot_general
+    ours = (
+        wraps(ragged_dot)(partial(ragged_dot, implementation=implementation)),
+        wraps(ragged_dot_general)(partial(ragged_dot_general, implementation=implementation)),
+    )
+    lax.ragged_dot, lax.ragged_dot_general = ours
+    try:
+        yield
+    finally:
+        lax.ragged_dot, lax.ragged_dot_general = theirs

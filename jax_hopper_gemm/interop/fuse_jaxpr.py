@@ -21,18 +21,17 @@ from ..lowering.decide import copied_along_k
 from ..lowering.devices import current_device
 from ..lowering.request import Request
 from ..lowering.route import route
-from ..primitives.define import request_of
-from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.define import accumulator_dtype, request_of
+from ..primitives.fused_primitive import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences
 from .halves import of_one_array
 from .kinds import PRODUCTS, Along, is_inlined, nbytes
 from .placement import in_place, updates_ordered
-from .program import Program
-from .region import Region
+from .program import Program, Region
 from .regions import Regions
 from .together import NoPlace, launched_together
-from .wide import Function, sum_dtype, widened
+from .wide import Function, widened
 
 
 def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -198,7 +197,7 @@ def _params(
     stored = dict.fromkeys(function.outvars)
     as_stored = as_stored or bool(read_across_a_jump(function.eqns, stored, kinks=True))
     first, count = products[0], len(products)
-    dtype = sum_dtype(first.outvars[0].aval)
+    dtype = accumulator_dtype(first.outvars[0].aval.dtype)
     product = first.params["product"].with_options(preferred_element_type=dtype)
     with first.ctx.manager:  # of its mesh
         jaxpr = widened(function, count, product.groups, empty, as_stored)

@@ -12,10 +12,10 @@ from jax.extend.core import Var
 from ..fusion.residuals import variables
 from ..primitives.dot import hopper_dot_p
 from ..primitives.dots import hopper_dots_p
-from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.fused_primitive import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import dependence
-from .region import Region
+from .program import Region
 
 LAUNCHED = (hopper_dot_p, hopper_dots_p, hopper_ragged_dot_p, hopper_fused_p)
 

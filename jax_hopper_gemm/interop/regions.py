@@ -24,7 +24,7 @@ from typing import Any
 from ..gemm.dtypes import QUANTIZED, RESULTS, name_of
 from .dependences import Dependences
 from .kinds import MOVES, Along
-from .region import Region
+from .program import Region
 from .stored import Stored
 
 WRITTEN = RESULTS + QUANTIZED  # dtypes of what regions compute for others

@@ -29,16 +29,18 @@ from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
 from ..lowering.canonical import canonical
-from ..lowering.collector import paused_collector
-from ..ops.batch_invariance import is_batch_invariant
 from ..ops.checks.wording import less
+from ..ops.contexts import current_max_sms, is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
 from ..ops.recipes import Recipe
-from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
-from ..primitives.accelerated import run_accelerated, with_equations_of_accelerated
+from ..primitives.accelerated import (
+    paused_collector,
+    run_accelerated,
+    with_equations_of_accelerated,
+)
 from ..primitives.define import request_of
 from .converted import RAGGED, with_converted_operands
 from .fuse_jaxpr import fused

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..fusion.residuals import alive_after
 from .dependences import Dependences
-from .region import Region
+from .program import Region
 
 BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
 

@@ -20,7 +20,7 @@ from ..lowering.request import Request
 from ..lowering.route import route
 from ..primitives.dot import hopper_dot_p
 from ..primitives.dots import hopper_dots_p, request_of_dots
-from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.fused_primitive import hopper_fused_p
 from .dependences import dependence
 
 

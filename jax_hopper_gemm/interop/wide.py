@@ -16,10 +16,13 @@ from jax.extend.core import Literal
 from ..fusion.jaxprs import CALLS, ClosedJaxpr, traced
 from ..fusion.jumps import tests_for_infinity
 from ..fusion.memo import interned, memoised
-from ..primitives.as_float16 import as_float16_p
+from ..primitives.define import Rules, accumulator_dtype, define_primitive
 from ..primitives.segments import segment_mask
 
 WIDE = np.dtype(np.float32)
+_FLOAT16 = jnp.finfo(jnp.float16)
+_SMALLEST = np.float32(_FLOAT16.tiny)  # normal number
+_STEP = np.float32(_FLOAT16.smallest_subnormal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +74,11 @@ def _widened(
         return list(map(lax.convert_element_type, results, dtypes))
 
     avals: list[Any] = [x.aval for x in function.invars]
-    avals[:products] = [aval.update(dtype=sum_dtype(aval)) for aval in avals[:products]]
+    avals[:products] = [x.update(dtype=accumulator_dtype(x.dtype)) for x in avals[:products]]
     return traced(wide, *avals)
 
 
 _widened_once = memoised(_widened)
-
-
-def sum_dtype(product: Any) -> np.dtype:
-    """Returns the dtype of the accumulators of a product: float32, or its own of integers."""
-    return WIDE if jnp.issubdtype(product.dtype, jnp.floating) else np.dtype(product.dtype)
 
 
 @cache
@@ -100,6 +98,30 @@ def _rounded(x: Any, dtype: Any) -> Any:
         return as_float16_p.bind(x)
     digits = jnp.finfo(dtype)
     return lax.reduce_precision(x, digits.nexp, digits.nmant)
+
+
+def _as_float16(x: jax.Array) -> jax.Array:
+    """Returns float32 numbers as float16 has them, in float32.
+
+    XLA leaves out a conversion to float16 and back, and `lax.reduce_precision` makes zeros of
+    subnormal numbers, as gradients often are.
+    """
+    steps = lax.round(lax.div(x, lax.full_like(x, _STEP)), lax.RoundingMethod.TO_NEAREST_EVEN)
+    small = lax.lt(lax.abs(x), lax.full_like(x, _SMALLEST))
+    digits = _FLOAT16.nexp, _FLOAT16.nmant
+    return lax.select(
+        small, lax.mul(steps, lax.full_like(x, _STEP)), lax.reduce_precision(x, *digits)
+    )
+
+
+as_float16_p = define_primitive(
+    "as_float16",
+    _as_float16,
+    rules=Rules(
+        linear_in=(0,), transpose=lambda cotangent, _: [as_float16_p.bind(cotangent)],
+        batch=lambda _, operands, axes: (as_float16_p.bind(*operands), *axes),
+    ),
+)  # fmt: skip
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], stored: Sequence[Any] = ()) -> list[Any]:

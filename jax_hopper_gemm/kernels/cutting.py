@@ -11,6 +11,7 @@ from cutlass import BFloat16, Float32, Int64
 from ..gemm.bf16_parts import RUN_K
 from ..gemm.cutting import COLUMNS, LINES, ROWS, VECTOR, place_of
 from ..gemm.matrix_pass import THREADS, WARPS
+from .copies import adjacent
 
 
 class CutKernel:
@@ -50,7 +51,7 @@ class CutKernel:
             at = args.x + ((matrix * args.rows + line) * args.columns + column)
             if cutlass.const_expr(self.spec.aligned):
                 if (line < args.rows) & (column < args.columns):
-                    cute.autovec_copy(_vector(at, Float32), x[None, i])
+                    cute.autovec_copy(_vector(Float32, at), x[None, i])
             else:
                 for j in cutlass.range_constexpr(VECTOR):
                     if (line < args.rows) & (column + j < args.columns):
@@ -73,15 +74,12 @@ class CutKernel:
                 line = place_of(line, part, self.spec.parts)
             if inside:
                 at = args.parts + ((matrix * rows + line) * columns + first)
-                cute.autovec_copy(rounded[None, i], _vector(at, BFloat16))
+                cute.autovec_copy(rounded[None, i], _vector(BFloat16, at))
 
     def stored(self, extent):
         """Returns the elements along K of the parts of an array."""
         return cute.ceil_div(extent, RUN_K) * (RUN_K * self.spec.parts)
 
 
-def _vector(pointer, dtype):
-    """Returns `VECTOR` neighbours from where a pointer is, which they are a multiple of."""
-    nbytes = VECTOR * dtype.width // 8
-    whole = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=nbytes)
-    return cute.make_tensor(whole, cute.make_layout(VECTOR))
+def _vector(dtype, pointer):
+    return adjacent(dtype, pointer.toint(), VECTOR, cute.AddressSpace.gmem)

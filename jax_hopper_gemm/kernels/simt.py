@@ -18,7 +18,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
@@ -28,9 +27,7 @@ from ..gemm.raster import tile_at
 from ..gemm.simt import ITEMSIZE, VECTOR, WARP_M, WARP_N, Copies
 from ..gemm.smem import SMEM_VECTOR
 from ..gemm.tma_box import TmaBox
-from .mainloop.tma import check_box
-
-ALIGNMENT = 16  # bytes: of a vector
+from .copies import adjacent, boxes_of, load_atom
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,7 @@ class Boxes:
         """Copies a k-tile to the stage at an offset; its bytes arrive at the mbarrier `full`."""
         shape = self.k_tiles.shape[:2]
         stage = cute.make_tensor(self.target + offset, cute.make_layout(shape))
-        target, boxes = cpasync.tma_partition(
-            self.tensor_map, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2),
-            cute.group_modes(self.k_tiles, 0, 2),
-        )  # fmt: skip
+        target, boxes = boxes_of(self.tensor_map, stage, self.k_tiles)
         cute.copy(self.tensor_map, boxes[None, k_tile], target, tma_bar_ptr=full)
 
 
@@ -322,12 +316,9 @@ def _matrix(operand, batch):
     return Int64(batch) * (Int64(operand.batch_stride) * ITEMSIZE)
 
 
-def _tma_atom(tensor, lines, tile_k):
-    """Returns the atom that copies a box; only the tensor's type matters, the host sets the map."""
-    op, layout = cpasync.CopyBulkTensorTileG2SOp(), cute.make_layout((lines, tile_k))
-    atom, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, (lines, tile_k))
-    check_box(atom, TmaBox(lines, tile_k, swizzle=0), 1)
-    return atom
+def _tma_atom(tensor, *tile):
+    """Returns the atom that copies a box, (lines, tile_k)."""
+    return load_atom(tensor, cute.make_layout(tile), tile, TmaBox(*tile, swizzle=0))
 
 
 def _barrier_of(barriers, offset):
@@ -354,11 +345,9 @@ def _copy(target, source, wanted, there):
 
 
 def _read_vector(pointer, fragment, index):
-    source = cute.make_ptr(
-        Float32, pointer.toint(), cute.AddressSpace.smem, assumed_align=ALIGNMENT
-    )
     vector = cute.make_rmem_tensor(VECTOR, Float32)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), vector)
+    source = adjacent(Float32, pointer.toint(), VECTOR, cute.AddressSpace.smem)
+    cute.autovec_copy(source, vector)
     for i in range(VECTOR):
         fragment[VECTOR * index + i] = vector[i]
 
@@ -369,5 +358,4 @@ def _write(address, values):
     stored = cute.make_rmem_tensor(count, Float32)
     for i, value in enumerate(values):
         stored[i] = value
-    target = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=count * ITEMSIZE)
-    cute.autovec_copy(stored, cute.make_tensor(target, cute.make_layout(count)))
+    cute.autovec_copy(stored, adjacent(Float32, address, count, cute.AddressSpace.gmem))

@@ -34,7 +34,6 @@ from .epilogue import CtaView, FusedEpilogue, Parameters
 from .finish import make_finish
 from .mainloop import make_consumer, make_producer
 from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, skip_tile
-from .mainloop.tma import check_box
 from .shared_memory import WARPGROUP, SharedMemory
 from .tile_coords import CtaInCluster, Tiles, TmaCoords
 from .tile_scheduler import make_scheduler
@@ -67,7 +66,6 @@ class GemmKernel:
         s = self.spec
         tma_ab = self.producer.make_tma_atoms(args.tma_ab)
         results, operands = self.epilogue.make_tma_atoms(args.results, args.operands)
-        self.epilogue.check_boxes(results, operands, check_box)
         self.kernel(args._replace(tma_ab=tma_ab, results=results, operands=operands)).launch(
             grid=(s.cluster_m, s.cluster_n, 1),
             block=(s.threads, 1, 1),

@@ -11,10 +11,12 @@ from itertools import product
 from typing import NamedTuple
 
 from ..gemm import grid, simt
+from ..gemm.cutting import COLUMNS, ROWS, CutSpec
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import GroupRaster
 from ..gemm.kernel_params import KernelSpec, param_list, right_names, start_names
 from ..gemm.problem import GemmProblem, MatrixLayout, Panel
+from ..gemm.quantization import TILE, QuantizeSpec
 from ..gemm.raster import Raster, RasterOrder, make_raster
 from ..gemm.smem import column_elements
 from ..gemm.spec import GemmSpec
@@ -324,3 +326,41 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
                 buffer, operand.dtype, (extent, *dims), strides, (box, *(1,) * len(dims)), swizzle=0
             )
     return values
+
+
+# Kernels that pass once over a matrix.
+
+
+def make_quantize_plan(
+    spec: QuantizeSpec, batch: int, rows: int, columns: int, source_rows: int = 0
+) -> LaunchPlan:
+    """Returns the launch on (batch, rows, columns).
+
+    Its buffers are the matrix, the indices of rows where they are picked, and the results in the
+    order of `QuantizeArgs`.
+
+    Args:
+      source_rows: of the matrix, where `rows` are picked from it.
+    """
+    numbers = {"rows": rows, "columns": columns}
+    if spec.picked:
+        numbers["source_rows"] = source_rows
+    return _pass_plan(
+        spec, (grid.ceil_div(columns, TILE), grid.ceil_div(rows, TILE), batch), numbers
+    )
+
+
+def make_cut_plan(spec: CutSpec, batch: int, rows: int, columns: int) -> LaunchPlan:
+    """Returns the launch on (batch, rows, columns); its buffers are the matrix and its parts."""
+    tiles = batch * grid.ceil_div(rows, ROWS) * grid.ceil_div(columns, COLUMNS)
+    return _pass_plan(spec, (tiles, 1, 1), {"rows": rows, "columns": columns})
+
+
+def _pass_plan(
+    spec: QuantizeSpec | CutSpec, tiles: tuple[int, int, int], numbers: dict[str, int]
+) -> LaunchPlan:
+    pointers = [param.name for param in param_list(spec) if param.kind == "pointer"]
+    values: dict[str, Param] = {name: Int32(number) for name, number in numbers.items()}
+    values |= {name: Pointer(i) for i, name in enumerate(pointers)}
+    params = in_kernel_order(spec, values)
+    return LaunchPlan(tiles, (1, 1, 1), spec.threads, spec.smem_bytes, params)

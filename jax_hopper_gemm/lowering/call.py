@@ -213,10 +213,11 @@ def request_between(
 
     Of the operand `indexed`, as in `Request`, the value is the stack.
     """
-    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
+    names = [str(x.type.element_type) for x in (lhs, rhs, out)]
+    if not MLIR_DTYPES.keys() >= {*names}:
         return None
-    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
-    request = Request(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    a, b, d = (MLIR_DTYPES[name] for name in names)
+    request = Request(subscripts, tuple(lhs.type.shape), a, tuple(rhs.type.shape), b, d)
     if indexed is None:
         return request
     field = "lhs_shape" if indexed == "a" else "rhs_shape"
@@ -267,10 +268,6 @@ def _subscripts(operation: Any) -> Subscripts:
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
     ranks = (len(operand.type.shape) for operand in operation.operands)
     return Subscripts.of_dot_general((contracting, batch), *ranks)
-
-
-def _typed(value: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(value.type.shape), MLIR_DTYPES[str(value.type.element_type)]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -43,28 +43,22 @@ def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-class _Shard(threading.local):
-    """Whether this thread lowers what one of several devices runs."""
-
-    lowered = False
-
-
-_shard = _Shard()
+_in_shard = ContextVar("in_shard", default=False)  # of this thread
 
 
 @contextmanager
 def lowering_shard() -> Iterator[None]:
     """Marks what this thread lowers within as one device's shard of a program for several."""
-    before, _shard.lowered = _shard.lowered, True
+    before = _in_shard.set(True)
     try:
         yield
     finally:
-        _shard.lowered = before
+        _in_shard.reset(before)
 
 
 def lowers_shard() -> bool:
     """Whether this thread lowers within `lowering_shard`."""
-    return _shard.lowered
+    return _in_shard.get()
 
 
 def permuted_sharding(sharding: Any, permutation: tuple[int, ...]) -> Any:

@@ -25,11 +25,10 @@ from ..gemm.grid import result_shapes
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
-from .attributes import product_attributes
 from .call import Call, mark_options, mark_product
 from .devices import devices_of, with_partitions
 from .finish import finished_results
-from .launch_operands import inputs_of, overwriting_results, overwritten
+from .launch_operands import inputs_of, overwriting_results, overwritten, product_attributes
 from .register import lower_jaxpr
 from .request import Request, own_in_place
 from .route import Route

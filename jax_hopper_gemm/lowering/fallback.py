@@ -43,12 +43,15 @@ def on_fallback(policy: Policy) -> Iterator[None]:
     Raises:
       ValueError: `policy` is something else.
     """
-    if policy not in ON_FALLBACK_VALUES:
-        raise ValueError(
-            f"on_fallback: policy is {policy!r}; expected one of {', '.join(ON_FALLBACK_VALUES)}"
-        )
-    with _asked(policy):
+    with _asked(_checked("on_fallback: policy", policy)):
         yield
+
+
+def _checked(name: str, value: str) -> str:
+    if value not in ON_FALLBACK_VALUES:
+        expected = ", ".join(ON_FALLBACK_VALUES)
+        raise ValueError(f"{name} is {value!r}; expected one of {expected}")
+    return value
 
 
 def policy_now() -> str:
@@ -59,12 +62,7 @@ def policy_now() -> str:
     """
     if (asked := _asked.value) is not None:
         return asked
-    value = os.environ.get(ON_FALLBACK_VARIABLE, "silent")
-    if value not in ON_FALLBACK_VALUES:
-        raise ValueError(
-            f"{ON_FALLBACK_VARIABLE} is {value!r}; expected one of {', '.join(ON_FALLBACK_VALUES)}"
-        )
-    return value
+    return _checked(ON_FALLBACK_VARIABLE, os.environ.get(ON_FALLBACK_VARIABLE, "silent"))
 
 
 def report_fallback(ctx: mlir.LoweringRuleContext, message: str) -> None:

@@ -1,10 +1,11 @@
-"""The operands of a launch: the arrays of a product as its kernel reads them."""
+"""What a launch is given: the arrays of a product as its kernel reads them, and attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +17,17 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import traced
+from ..fusion.memo import memoised
+from ..gemm.bf16_parts import num_parts, stored_k
+from ..gemm.cutting import VECTOR, CutSpec
 from ..gemm.dtypes import DTYPES, name_of
+from ..gemm.kernel_params import KernelSpec
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import TMA_ALIGNMENT
+from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
+from ..launch.ffi_target import TARGET
+from ..launch.plan import LaunchPlan, make_cut_plan
 from .call import CUT, Call
 from .canonical import scale_letters
-from .cutting import cut_along
 from .devices import lowers_shard
 from .register import lower_jaxpr
 from .request import Request
@@ -93,6 +99,25 @@ def _in_parts(
     (parts,) = array.changed(ctx, cut)
     parts.value.owner.attributes[CUT] = ir.UnitAttr.get()
     return parts
+
+
+def cut_along(x: jax.Array, first: int, end: int, terms: int) -> jax.Array:
+    """Returns the bfloat16 parts of float32 for so many terms, stored as `bf16_parts` describes.
+
+    A kernel writes them, so this is for programs on a GPU.
+
+    Args:
+      first, end: the axes that are K, which the result has as one.
+    """
+    outer, k, inner = x.shape[:first], prod(x.shape[first:end]), x.shape[end:]
+    batch, rows, columns = (prod(outer), k, prod(inner)) if inner else (1, prod(outer), k)
+    along = "rows" if inner else "columns"
+    spec = CutSpec(num_parts(terms), along, aligned=bool(inner) or columns % VECTOR == 0)
+    attributes = launch_attributes(
+        spec, make_cut_plan(spec, batch, rows, columns), f"B={batch} R={rows} C={columns}"
+    )
+    parts = jax.ShapeDtypeStruct((*outer, stored_k(k, terms), *inner), jnp.bfloat16)
+    return jax.ffi.ffi_call(TARGET, parts)(x, **attributes)
 
 
 def _with_whole_line(ctx: mlir.LoweringRuleContext, array: Array) -> Array:
@@ -227,3 +252,25 @@ def _as_read(scale: jax.Array, length: int) -> jax.Array:
     across = jnp.swapaxes(scale, -1, -2)
     padding = [(0, 0)] * (scale.ndim - 1) + [(0, length - across.shape[-1])]
     return jnp.pad(across, padding)
+
+
+# What the FFI library is told of a kernel.
+
+
+def product_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+    extents = f"M={problem.m} N={problem.n} K={problem.k} L={problem.l}"
+    return launch_attributes(spec, plan, extents)
+
+
+@memoised
+def launch_attributes(spec: KernelSpec, plan: LaunchPlan, extents: str) -> dict[str, Any]:
+    """Returns the attributes of an FFI call; errors name the kernel and the extents."""
+    from ..cubin import digest_of_json  # brings cuda-python with it
+
+    spec_json = spec.to_json()
+    return {
+        "digest": digest_of_json(spec_json),
+        "spec": spec_json,
+        "name": f"{spec.name} {extents}",
+        "plan": np.array(plan.encode(), np.int64),
+    }

@@ -24,11 +24,10 @@ from ..gemm.kernel_params import result_names, spec_from_json
 from ..gemm.quantization import EXTENT_MULTIPLE, SOURCES, TARGETS, TILE, QuantizeSpec
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
-from ..launch.pass_plans import make_quantize_plan
-from .attributes import launch_attributes
+from ..launch.plan import make_quantize_plan
 from .call import device_of
 from .devices import devices_of
-from .launch_operands import Array
+from .launch_operands import Array, launch_attributes
 
 QUANTIZED = "jax_hopper_gemm.quantized"  # of a launch that quantizes an array: the spec
 MAX_GRID = 65535  # CTAs along the second and third axis of a grid

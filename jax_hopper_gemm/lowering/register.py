@@ -70,6 +70,8 @@ def register_lowering(
             if not _cuts_rows(ctx, product):
                 return lower_fun_once(EXPANDED[primitive])(ctx, *values, **params)
             params["product"] = product = product.with_options(recipe=None)
+        if product and product.options.implementation == "xla":
+            return to_xla(ctx, *values, **params)
         platforms = platforms_of(ctx)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
         if not on_host and (rule := lowering.partitioned):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from . import recipes as recipes
-from .batch_invariance import batch_invariant as batch_invariant
+from .contexts import batch_invariant as batch_invariant
+from .contexts import max_sms as max_sms
 from .dense import dot_general as dot_general
 from .dense import einsum as einsum
 from .dense import matmul as matmul
@@ -12,4 +13,3 @@ from .quantized import Quantized as Quantized
 from .quantized import quantize as quantize
 from .ragged import ragged_dot as ragged_dot
 from .ragged import ragged_dot_general as ragged_dot_general
-from .sm_limit import max_sms as max_sms

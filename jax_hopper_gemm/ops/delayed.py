@@ -25,7 +25,7 @@ from ..primitives.auto_axes import in_auto_axes, is_explicit, stated_sharding
 from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.dot import hopper_dot
 from ..primitives.quantize import largest_magnitude, rounded, scale_of
-from .batch_invariance import in_contexts
+from .contexts import in_contexts
 from .dense_run import INLINE
 from .quantized import STATIC, dtype_name, storable, tell_flax
 from .steps import Steps
@@ -169,9 +169,7 @@ def _backward(rule: _Rule, residuals: Any, dy: Any) -> Any:
 _product.defvjp(_forward, _backward)
 
 
-@partial(jax.jit, static_argnums=(3,), inline=INLINE)
-def _traced(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
-    return _product(x, w, state, rule)
+_traced = jax.jit(_product, static_argnums=(3,), inline=INLINE)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

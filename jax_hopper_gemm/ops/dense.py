@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -14,11 +13,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.product import Implementation, Options
-from ..gemm.subscripts import DotGeneral, Subscripts
+from ..gemm.subscripts import DotGeneral
 from ..lowering.devices import permuted_sharding
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import takes_batch_invariant
+from .contexts import takes_batch_invariant
 from .delayed import DelayedScaling, run_delayed
 from .dense_run import JaxProduct, run
 from .quantized import QArray, Quantized, as_quantized, is_quantized
@@ -194,25 +193,41 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    given = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
-    pair, scales = weights_of_dot("dot_general", *given, dimension_numbers, out_sharding)
-    lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
-    lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
-    dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
-    steps = Steps("dot_general", named_in(scales), epilogue=epilogue)
-    preferred_element_type = checks.as_result_dtype("dot_general", preferred_element_type)
+    steps = Steps("dot_general", epilogue=epilogue)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=cotangent_dtype,
     )  # fmt: skip
+    pair = lhs, rhs
+    return _dot(pair, dimension_numbers, steps, epilogue_operands, options, recipe, out_sharding)
+
+
+def _dot(
+    operands: tuple[Any, Any],
+    dimension_numbers: Any,
+    steps: Steps,
+    epilogue_operands: Any,
+    options: Options,
+    recipe: Any,
+    out_sharding: Any,
+) -> Any:
+    """Returns a `dot_general` and what follows it, of arguments as the user gave them."""
+    op, names = steps.op, ("lhs", "rhs")
+    given = as_quantized(op, "lhs", operands[0]), as_quantized(op, "rhs", operands[1])
+    pair, scales = weights_of_dot(op, *given, dimension_numbers, out_sharding)
+    lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
+    lhs, rhs = checks.as_arrays(op, lhs=lhs, rhs=rhs)
+    dimension_numbers = checks.checked_axes(op, lhs, rhs, dimension_numbers)
+    steps = replace(steps, named=named_in(scales))
+    dtype = checks.as_result_dtype(op, options.preferred_element_type)
+    options = replace(options, preferred_element_type=dtype)
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     product = JaxProduct(lax.dot_general, named)
-    factors = _Factors(("lhs", "rhs"), given, pair, (lhs, rhs), lambda: dimension_numbers)
+    factors = _Factors(names, given, pair, (lhs, rhs), lambda: dimension_numbers)
     return _run(product, factors, steps, scales, epilogue_operands, options, recipe)
 
 
 @takes_batch_invariant
-@checks.names_itself
 def einsum(
     subscripts: str,
     /,
@@ -253,23 +268,29 @@ def einsum(
     """
     operands = tuple(as_quantized("einsum", f"operands[{i}]", x) for i, x in enumerate(operands))
     checks.check_einsum(subscripts, operands, epilogue)
+    options = Options(
+        implementation, precision, preferred_element_type, save_preactivation,
+        cotangent_dtype=cotangent_dtype,
+    )  # fmt: skip
     if is_quantized(*operands):
-        dot = partial(
-            dot_general, precision=precision, preferred_element_type=preferred_element_type,
-            epilogue_operands=epilogue_operands, save_preactivation=save_preactivation,
-            cotangent_dtype=cotangent_dtype, recipe=recipe, implementation=implementation,
+        form = checks.one_product(subscripts).dot_general()
+        lhs, rhs = operands[::-1] if form.swap_ab else operands
+        steps = Steps("einsum")
+        if epilogue:
+            steps = replace(steps, epilogue=epilogue, permutation=form.permutation)
+        result = _dot(
+            (lhs, rhs), form.dimension_numbers, steps, epilogue_operands, options, recipe,
+            permuted_sharding(out_sharding, form.order),
         )  # fmt: skip
-        product = checks.one_product(subscripts)
-        return _einsum_of_quantized(product, operands, epilogue, out_sharding, dot)
+        return result if epilogue else cast(Any, lax.transpose(result, form.permutation))
     names = ("lhs", "rhs") if len(operands) == 2 else map("operands[{}]".format, count())
     arrays = checks.as_arrays("einsum", None, **dict(zip(names, operands, strict=False)))
     if isinstance(optimize, list):  # a path, as a key
         optimize = tuple(map(tuple, optimize))
     named = ("subscripts", subscripts), ("optimize", optimize), ("out_sharding", out_sharding)
     steps = Steps("einsum", epilogue=epilogue)
-    preferred_element_type = checks.as_result_dtype("einsum", preferred_element_type)
-    options = Options(
-        implementation, precision, preferred_element_type, save_preactivation,
+    options = replace(
+        options, preferred_element_type=checks.as_result_dtype("einsum", preferred_element_type),
         cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
         recipe=as_recipe("einsum", recipe, arrays, cotangent_dtype),
     )  # fmt: skip
@@ -288,58 +309,6 @@ def _in_order(
     out_sharding = permuted_sharding(out_sharding, form.order)
     y = lax.dot_general(lhs, rhs, form.dimension_numbers, out_sharding=out_sharding, **options)
     return lax.transpose(y, form.permutation)
-
-
-def _einsum_of_quantized(
-    subscripts: Subscripts,
-    operands: tuple[Any, ...],
-    epilogue: Any,
-    out_sharding: Any,
-    dot: partial[Any],
-) -> Any:
-    """Returns what `dot` does, a `dot_general` that takes quantized arrays, and a transpose."""
-    product = subscripts.dot_general()
-    lhs, rhs = operands[::-1] if product.swap_ab else operands
-    in_order = product.permutation == tuple(range(len(product.out)))
-    dtype, named = dot.keywords["preferred_element_type"], ()
-    if isinstance(dtype, tuple | list):
-        dtype, named = None, tuple(dtype)
-    if dtype is None:
-        arrays = (x for x in operands if not is_quantized(x))
-        dtype = next(map(jnp.result_type, arrays), jnp.dtype(jnp.float32))
-    follow = epilogue
-    if not (in_order or epilogue is None):
-        follow = _Permuted(product.permutation, epilogue, dtype, named)
-    result = dot(
-        lhs, rhs, product.dimension_numbers, epilogue=follow,
-        out_sharding=permuted_sharding(out_sharding, product.order),
-    )  # fmt: skip
-    return result if in_order or follow else lax.transpose(result, product.permutation)
-
-
-@dataclass(frozen=True)
-class _Permuted:
-    """A function of an array with its axes in another order. Equal ones are one key of a cache.
-
-    Results of that array's type are converted to `dtype`, but those that have a dtype in `named`.
-    """
-
-    permutation: tuple[int, ...]
-    function: Callable[..., Any]
-    dtype: Any
-    named: tuple[Any, ...]
-
-    def __call__(self, y: jax.Array, *operands: Any) -> Any:
-        y = lax.transpose(y, self.permutation)
-
-        def as_result(x: Any, named: Any = None) -> Any:
-            alike = isinstance(x, jax.Array) and (x.shape, x.dtype) == (y.shape, y.dtype)
-            return x.astype(self.dtype) if alike and named is None else x
-
-        results = self.function(y, *operands)
-        if not isinstance(results, tuple):
-            return as_result(results, *self.named[:1])
-        return tuple(map(as_result, results, (*self.named, *[None] * len(results))))
 
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:

@@ -17,9 +17,10 @@ from ..fusion.memo import memoised
 from ..gemm.product import Options, Product
 from ..lowering.devices import permuted_sharding
 from ..primitives.auto_axes import kept_sharding
-from ..primitives.fused_dot import accumulator_dtype, fused_dot
-from .batch_invariance import in_contexts
-from .complex_products import by_parts
+from ..primitives.complex_products import by_parts
+from ..primitives.define import accumulator_dtype
+from ..primitives.fused_dot import fused_dot
+from .contexts import in_contexts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .steps import SCALES, Gate, Steps, result_dtypes, traced, with_range
@@ -38,7 +39,9 @@ class JaxProduct:
 
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of the arrays."""
-        function = by_parts(self.function, options.precision)
+        config: Any = jax.config
+        precision = options.precision or config.jax_default_matmul_precision
+        function = by_parts(self.function, precision)
         return partial(function, **options.of_dot(), **dict(self.named))
 
     def results(

@@ -17,7 +17,7 @@ from ..gemm.product import Implementation, Options
 from ..lowering.devices import padded_partitions, with_partitions
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import in_contexts, takes_batch_invariant
+from .contexts import in_contexts, takes_batch_invariant
 from .dense import dot_general
 from .dense_run import JaxProduct, run_steps
 from .quantized import Quantized, as_quantized, is_quantized

@@ -24,7 +24,7 @@ from ..primitives.auto_axes import in_auto_axes
 from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.scaled_dot import beside_result
 from . import checks
-from .batch_invariance import in_contexts
+from .contexts import in_contexts
 from .dense_run import JaxProduct, run
 from .quantized import BLOCK, BLOCKS, Quantized, blocks_of, spread
 from .steps import SCALES, Steps

@@ -14,7 +14,7 @@ from ..gemm.groups import VARLEN_M_NK
 from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import in_contexts, takes_batch_invariant
+from .contexts import in_contexts, takes_batch_invariant
 from .quantized import Quantized, as_quantized, is_quantized
 from .quantized_products import scales_of_groups
 from .ragged_axes import RaggedAxes

@@ -25,7 +25,8 @@ from ..gemm.groups import VARLEN_M_KN, VARLEN_M_NK, Groups
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
-from ..primitives.fused_dot import accumulator_dtype, fused_dot
+from ..primitives.define import accumulator_dtype
+from ..primitives.fused_dot import fused_dot
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
 from ..primitives.rows import pick_rows

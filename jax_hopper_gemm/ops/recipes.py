@@ -13,7 +13,7 @@ from ..gemm.recipes import Int8Forward as Int8Forward
 from ..gemm.spec import BLOCKS
 from ..primitives import by_recipe as _by_recipe  # noqa: F401
 from . import checks
-from .batch_invariance import is_batch_invariant
+from .contexts import is_batch_invariant
 from .delayed import DelayedScaling as DelayedScaling
 from .quantized import is_quantized
 from .replaced import is_replaced

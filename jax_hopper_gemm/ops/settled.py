@@ -43,6 +43,7 @@ class Settled:
     # have the same object.
     closed: Any
     several: bool  # whether it returns a tuple
+    permutation: tuple[int, ...] | None  # as in `Steps`
 
     def __call__(self, *arrays: jax.Array) -> Any:
         results = jaxpr_as_fun(self.closed)(*arrays)
@@ -116,7 +117,7 @@ def _traced(
         closed = jax.make_jaxpr(partial(evaluate, closed, inputs))(*closed.in_avals, *consts)
     if (closed := interned(closed)) is None:
         return None, ()
-    return Settled(op, function.named, closed, several), consts
+    return Settled(op, function.named, closed, several, function.permutation), consts
 
 
 # The warning.

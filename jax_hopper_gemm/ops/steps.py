@@ -42,6 +42,7 @@ class Steps:
     named: tuple[str, ...] = ()  # the arguments of `NAMED` that are set: the first operands
     activation: Activation | None = None
     epilogue: Callable[..., Any] | None = None
+    permutation: tuple[int, ...] | None = None  # of the axes of what the epilogue gets
 
     @property
     def plain(self) -> bool:
@@ -85,6 +86,7 @@ class Steps:
             y = y + terms["residual"]
         if self.epilogue is None:
             return y
+        y = y if self.permutation is None else lax.transpose(y, self.permutation)
         return checks.call(self.op, "epilogue", self.epilogue, y, *operands[split:])
 
 
@@ -99,6 +101,7 @@ class Gate:
 
     op: ClassVar[str] = "gated_linear_unit"
     named: ClassVar[tuple[str, ...]] = ()
+    permutation: ClassVar[None] = None
 
     activation: Activation | None = None
     scaled: bool = False
@@ -211,7 +214,7 @@ class Traced:
 
 def traced(
     op: str,
-    function: Callable[..., Any],
+    function: Any,
     products: Sequence[Any],
     operands: Sequence[Any],
     product_dtype: Any,
@@ -219,17 +222,19 @@ def traced(
 ) -> Traced:
     """Traces a function of products.
 
-    A result with the shape and dtype of the function's argument is converted to `product_dtype`;
+    A result with the shape and dtype of an epilogue's argument is converted to `product_dtype`;
     every other result keeps its dtype. If not None, `preferred` has the dtypes of the results.
 
     Args:
       op: the function that the user called, for messages.
-      function: such as `Steps` or `Gate`, of the products and operands.
+      function: `Steps`, `Gate` or `Settled`, of the products and operands.
       products: arrays or `jax.ShapeDtypeStruct`s.
     """
     closed, avals, several = program(op, function, products, operands)
     checks.check_result_dtypes(op, avals, preferred)
     (shape,), (dtype,) = {x.shape for x in products}, {x.dtype for x in products}
+    if function.permutation is not None:
+        shape = tuple(shape[axis] for axis in function.permutation)
     dtypes = tuple(
         wanted or (product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype)
         for x, wanted in zip(avals, preferred or [None] * len(avals), strict=True)

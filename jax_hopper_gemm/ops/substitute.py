@@ -24,7 +24,7 @@ from ..gemm.recipes import ByRecipe
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
-from .batch_invariance import in_contexts
+from .contexts import in_contexts
 
 
 def with_hopper_dot(

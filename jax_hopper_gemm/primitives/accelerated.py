@@ -7,7 +7,9 @@ also when they come later and find the primitive in a jaxpr. It is lowered in pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,9 +24,25 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from ..fusion.jaxprs import ClosedJaxpr, spliced, transpose_by
-from ..lowering.collector import paused_collector
 from ..lowering.register import lower_jaxpr
 from .experimental import HopperPrimitive
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pauses Python's garbage collector, if it runs.
+
+    Tracing, rewriting and lowering make many objects that stay, and few cycles of them; each pass
+    of the collector would look through all that was made before. Threads may pause it at the
+    same time: the one that found it running starts it again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def run_accelerated(closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:

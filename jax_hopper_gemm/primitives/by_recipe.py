@@ -32,9 +32,9 @@ from .auto_axes import in_auto_axes, is_explicit
 from .dot import hopper_dot_p
 from .fused_dot import fused_dot
 from .fused_primitive import hopper_fused_p, reference_fused
+from .group_sizes import row_blocks
 from .quantize import hopper_quantize, quantized
 from .ragged_dot import hopper_ragged_dot_p
-from .row_blocks import row_blocks
 from .scaled_dot import BATCHED, SCALED, beside_result, scaled_dot
 from .segments import segment_broadcast
 

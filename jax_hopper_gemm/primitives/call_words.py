@@ -72,17 +72,15 @@ class FusedProduct:
     # Of the first results, the operand of the graph whose memory each may take.
     in_place: tuple[int | None, ...] = ()
 
-    def to_dict(self) -> dict[str, Any] | None:
-        """Returns the call's parameters; None where the precision has no names."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the call's parameters. The precision must have names."""
         options, groups = self.product.options, self.product.groups
-        if (precision := precision_names(options.precision)) is None:
-            return None
         fields = {
             "graph": asdict(self.graph),
             "subscripts": str(self.product.subscripts),
             "m": self.m,
             "n": self.n,
-            "precision": precision,
+            "precision": precision_names(options.precision),
             "implementation": options.implementation,
             "max_sms": options.max_sms,
             "in_place": self.in_place,

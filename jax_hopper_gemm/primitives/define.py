@@ -194,6 +194,13 @@ def apart_of(equation: Any) -> Rule | None:
     return apart and apart(equation.params)
 
 
+def accumulator_dtype(dtype: Any) -> np.dtype:
+    """Returns the dtype in which elements of `dtype` are added up, and an epilogue sees a sum."""
+    dtype = jnp.dtype(dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
+    return jnp.dtype("float32") if narrow else dtype
+
+
 def promoted(*dtypes: Any) -> np.dtype:
     """Returns JAX's promoted dtype, whatever promotion of arrays the user allows.
 

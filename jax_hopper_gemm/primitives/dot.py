@@ -34,7 +34,7 @@ from .auto_axes import stated_sharding
 from .call_words import options_of_words, options_to_words
 from .complex_products import by_parts
 from .define import Rules, define_primitive, promoted
-from .dot_general import dot_general_of
+from .remat import dot_general_of
 
 NAME = "hopper_dot"
 
@@ -176,8 +176,6 @@ def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Prod
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    if product.options.implementation == "xla":
-        return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
     launched = lower_call(ctx, call)
     return launched or mark_options(call, _lower_to_xla(ctx, lhs, rhs, product=product))
@@ -187,7 +185,7 @@ def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
     """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
-    if product.options.implementation == "xla" or not sharding.applies(ctx):
+    if not sharding.applies(ctx):
         return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
     call = call.readable(ctx)

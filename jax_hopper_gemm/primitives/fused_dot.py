@@ -21,11 +21,10 @@ from ..gemm.dtypes import residual_of
 from ..gemm.groups import Groups, is_varlen_k
 from ..gemm.product import Product
 from .accumulators import accumulators_of
-from .fused_primitive import accumulator_dtype, hopper_fused_p, reference_fused
+from .define import accumulator_dtype
+from .fused_primitive import hopper_fused_p, reference_fused
 from .scaled_dot import scaled_dot
 from .segments import segment_broadcast, segment_mask
-
-__all__ = ["accumulator_dtype", "fused_dot", "hopper_fused_p"]
 
 
 def fused_dot(

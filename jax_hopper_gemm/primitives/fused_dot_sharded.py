@@ -89,13 +89,12 @@ def _emit(
         graph, product, axes.m, axes.n,
         tuple(fusion.operands.index(x) if x in fusion.operands else None for x in call.in_place),
     )  # fmt: skip
-    assert (params := fused.to_dict()) is not None
     name, values = NAME, [*call.values, *operands]
     if product.groups:
         name, letters = RAGGED, with_sizes(letters, subscripts)
         values.append(call.sizes)
     emitted = emit(
-        ctx, name, values, letters, params, avals_out=arrays,
+        ctx, name, values, letters, fused.to_dict(), avals_out=arrays,
         sum_dtype=_sum_dtype(graph, request.lhs_dtype),
     )  # fmt: skip
     if emitted is None:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import jaxpr_as_fun
@@ -40,7 +39,7 @@ from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
 from .accumulators import accumulators_of, batched_product, multiply
 from .auto_axes import stated_sharding
-from .define import Rule, Rules, define_primitive
+from .define import Rule, Rules, accumulator_dtype, define_primitive
 from .dot import as_cotangent, entering
 from .fused_dot_sharded import NAME, fused_of_shards
 from .fused_grad import Recompute, epilogue_tangent_p
@@ -48,13 +47,6 @@ from .fused_lowering import fused_lowering, request_of
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import fused_of_ragged_shards
 from .segments import segment_broadcast_p, segment_mask, segment_mask_p
-
-
-def accumulator_dtype(product_dtype: Any) -> np.dtype:
-    """Returns the dtype in which an epilogue sees a product of this dtype."""
-    dtype = jnp.dtype(product_dtype)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
-    return jnp.dtype("float32") if narrow else dtype
 
 
 def _split(args: Sequence[Any], num_b: int) -> tuple[Any, Sequence[Any], Sequence[Any]]:

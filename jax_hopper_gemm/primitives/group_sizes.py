@@ -5,6 +5,7 @@ An array of sizes cuts rows into runs, as `gemm.groups` says.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax import numpy as jnp
 
 from ..fusion.jaxprs import varying_together
 from ..gemm.groups import Groups
+from ..gemm.spec import PROMOTION_K
 
 
 def as_int32(values: jax.Array, least: int = 0) -> jax.Array:
@@ -125,3 +127,46 @@ def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
     period = run // groups.period
     place = run - period * groups.period - groups.first
     return jnp.where((place >= 0) & (place < groups.count), period * groups.step + place, -1)
+
+
+# Rows in groups as whole blocks: those of each group, and zeros up to a multiple of 128. So a
+# product that contracts them reads transposes of 8 bits (`VARLEN_K_T` of `gemm.groups`), and no
+# block of scales has rows of two groups.
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Where the rows of groups lie in blocks; those of no group do not.
+
+    Attributes:
+      sizes: of the runs there, (S,) int32.
+      rows: for each row of a block the row that it is, int32; of padding one that is not there.
+    """
+
+    sizes: jax.Array
+    rows: jax.Array
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Returns the rows of an array in blocks."""
+        return x.at[self.rows].get(mode="fill", fill_value=0)
+
+
+def row_blocks(sizes: jax.Array, groups: Groups, length: int) -> RowBlocks:
+    """Returns the blocks of the rows that sizes cut into groups; `length` is that of the rows."""
+    count, block = sizes.shape[0], PROMOTION_K
+    number = np.arange(count, dtype=np.int32)
+    place = number % groups.period - groups.first
+    kept = (place >= 0) & (place < groups.count)
+    own = jnp.where(kept, clipped_sizes(sizes, length), 0)
+    starts = run_ends(sizes, length) - clipped_sizes(sizes, length)
+    padded = -(-own // block) * block
+    ends = jnp.cumsum(padded, dtype=np.int32)
+    most = (length + (block - 1) * int(kept.sum())) // block  # blocks
+    first = jnp.arange(most, dtype=np.int32) * block
+    # Behind all groups nothing is left of the last.
+    run = jnp.minimum(count_up_to(ends, first), count - 1)
+    within = first - (ends - padded)[run]
+    each = jnp.arange(block, dtype=np.int32)[None]
+    rows: Any = (starts[run] + within)[:, None] + each
+    rows = jnp.where(each < (own[run] - within)[:, None], rows, length)
+    return RowBlocks(padded, rows.reshape(-1))

@@ -221,8 +221,6 @@ def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Prod
 def _lower_for_cuda(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
 ) -> Any:
-    if product.options.implementation == "xla":
-        return None
     request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
     return lower_call(ctx, Call(request, (lhs, rhs), sizes=sizes))
 
@@ -230,7 +228,7 @@ def _lower_for_cuda(
 def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
 ) -> Any:
-    if product.options.implementation == "xla" or not sharding.applies(ctx):
+    if not sharding.applies(ctx):
         return None
     request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
     return emit_ragged(ctx, Call(request, (lhs, rhs), sizes=sizes))

@@ -29,7 +29,7 @@ from ..fusion.jaxprs import varying_together
 from ..lowering.devices import devices_of
 from ..lowering.origins import mark_rows
 from ..lowering.register import Lowering, lower_fun_once
-from .define import Rules, define_primitive, mapped_first
+from .define import Rules, accumulator_dtype, define_primitive, mapped_first
 from .group_sizes import count_up_to
 
 # Rows that `add_rows` adds in one pass. Few: the pass reads as many for each sum, also where a sum
@@ -64,18 +64,12 @@ def _gathered(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
     del users
     if sources.shape[1] == 1:
         return picked(x, sources)
-    wide = wide_dtype(x.dtype)
+    wide = accumulator_dtype(x.dtype)
     total = jnp.zeros((sources.shape[0], *x.shape[1:]), wide)
     for j in range(sources.shape[1]):
         taken = picked(x, sources[:, j : j + 1]).astype(wide)
         total = taken if j == 0 else total + taken
     return total.astype(x.dtype)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which rows of `dtype` are added up."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def picked(x: jax.Array, indices: jax.Array, *, fill: int = 0) -> jax.Array:
@@ -204,7 +198,7 @@ def _added(x: jax.Array, rows: jax.Array, *, length: int, scattered: bool) -> ja
         return zeros.at[jnp.where(inside, rows, length)].add(x, mode="drop")
     owners, order = in_order(jnp.where((rows >= 0) & (rows < length), rows, length), length)
     bounds = count_up_to(owners, jnp.arange(length + 1, dtype=owners.dtype) - 1)
-    wide = wide_dtype(x.dtype)
+    wide = accumulator_dtype(x.dtype)
 
     def user(place: jax.Array) -> jax.Array:
         return picked(x, picked(order, place[:, None], fill=-1)[:, None]).astype(wide)

@@ -168,14 +168,11 @@ def _request_of(
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    product = params["product"]
-    if product.options.implementation == "xla":
-        return None
     request = _request_of(ctx.avals_in, ctx.avals_out, **params)
     follows = slice(4, None) if params["jaxpr"] else slice(0)
     call = Call(
         request, tuple(values[:2]), tuple(values[follows]), tuple(ctx.avals_in[follows]),
-        params["in_place"], sizes=values[4] if product.groups else None, scales=tuple(values[2:4]),
+        params["in_place"], sizes=values[4] if request.groups else None, scales=tuple(values[2:4]),
     )  # fmt: skip
     return lower_call(ctx, call)
 

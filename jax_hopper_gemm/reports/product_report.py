@@ -21,7 +21,7 @@ from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
 from ..primitives.dots import hopper_dots_p
 from ..primitives.experimental import flops_of
-from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.fused_primitive import hopper_fused_p
 from .explanation import Explanation, explanation_of
 from .find_product import Program, TracedProduct, as_by_xla, by_recipe
 
@@ -157,21 +157,14 @@ def products_in(
     asked = rewriting.fuse and rewriting.implementation != "xla" and not closed_to
     reasons = refusals(equations, program.jaxpr.outvars) if asked else {}
     for number, equation in enumerate(equations):
-        name = equation.primitive.name
-        if inside := by_recipe(program, equation):
-            program.lower_as(inside)
-            line = source_info_util.summarize(equation.source_info)
-            apart = rewriting._replace(fuse=False)
-            for product in products_in(inside, apart, within, closed_to, runs):
-                yield replace(product, line=line)
+        name, apart = equation.primitive.name, by_recipe(program, equation)
+        if apart:
+            program.lower_as(apart)
         elif equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
             inside = as_by_xla(program, equation) if product.path == "xla" else None
-            if inside and equation.primitive is hopper_dots_p:
-                apart = rewriting._replace(fuse=False)
-                for each in products_in(inside, apart, within, closed_to, runs):
-                    yield replace(each, line=product.line)
-            else:
+            apart = inside if equation.primitive is hopper_dots_p else None
+            if apart is None:
                 yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
             product = jaxs_own(equation, rewriting.implementation, closed_to)
@@ -184,6 +177,11 @@ def products_in(
                 place = (*within, _name_of(equation, i))
                 inside = program.inner(equation, jaxpr)
                 yield from products_in(inside, rewriting, place, outside, times)
+        if apart:
+            line = source_info_util.summarize(equation.source_info)
+            alone = rewriting._replace(fuse=False)
+            for product in products_in(apart, alone, within, closed_to, runs):
+                yield replace(product, line=line)
 
 
 def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct:

@@ -68,17 +68,8 @@ def _lower(
     return list(operation.results)
 
 
-def device_number() -> jax.Array:
-    """Returns the number of the device, () int32."""
-    return device_number_p.bind().astype(np.int32)
-
-
-def _lower_number(ctx: mlir.LoweringRuleContext) -> list[Any]:
-    return list(stablehlo.PartitionIdOp().results)
-
-
 device_number_p.def_abstract_eval(lambda: ShapedArray((), np.dtype("uint32")))
-mlir.register_lowering(device_number_p, _lower_number)
+mlir.register_lowering(device_number_p, lambda ctx: list(stablehlo.PartitionIdOp().results))
 reduce_over_devices_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(reduce_over_devices_p, _lower)
 
@@ -103,7 +94,7 @@ class ShardContext:
         axes = self.shard.result(letter) if summed else self.shard.axes.get(letter, ())
         if not axes:
             return 0, 1
-        device = device_number()
+        device = device_number_p.bind().astype(np.int32)
         if self.axis is not None:
             _, extent, faster = self.axis
             device = device // faster % extent

@@ -22,9 +22,8 @@ from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
-from ..lowering.attributes import product_attributes
-from ..lowering.cutting import cut_along
 from ..lowering.devices import current_device
+from ..lowering.launch_operands import cut_along, product_attributes
 from . import shapes, timing
 from .results import Row
 

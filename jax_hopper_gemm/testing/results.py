@@ -31,9 +31,6 @@ class Row:
             return None
         return self.timings["xla"].median / self.timings[ours].median
 
-    def teraflops(self, name: str) -> float:
-        return self.problem.flops / self.timings[name].median / 1e6
-
     def to_dict(self) -> dict:
         return {
             "problem": asdict(self.problem),
@@ -83,8 +80,9 @@ def format_row(row: Row) -> str:
     def median(name: str) -> str:
         return f"{row.timings[name].median:.1f}" if name in row.timings else "-"
 
-    def rate(name: str) -> str:
-        return f"{row.teraflops(name):.0f}" if name in row.timings else "-"
+    def rate(name: str) -> str:  # TFLOP/s
+        found = row.timings.get(name)
+        return f"{row.problem.flops / found.median / 1e6:.0f}" if found else "-"
 
     def ratio(name: str) -> str:
         value = row.ratio(name)

@@ -11,7 +11,7 @@ from support.gpu import Gpu
 from support.trial import GUARD, POISON
 
 from jax_hopper_gemm.gemm.cutting import CutSpec
-from jax_hopper_gemm.launch.pass_plans import make_cut_plan
+from jax_hopper_gemm.launch.plan import make_cut_plan
 
 SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -(2.0**-126), 3.4e38, 2.0**-133], np.float32

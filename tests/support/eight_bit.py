@@ -140,8 +140,8 @@ def chosen_specs() -> list[GemmSpec]:
         for axis, a_block, b_block in kinds
     )  # fmt: skip
     of_tensors = ProblemType(
-        "float8_e4m3fn", "float8_e5m2", "bfloat16", "k", "k", EIGHT_BIT["scaled"], "k",
-        promoted=True,
+        "float8_e4m3fn", "float8_e5m2", "bfloat16", "k", "k", epilogue=EIGHT_BIT["scaled"],
+        grouped="k", promoted=True,
     )  # fmt: skip
     return [spec for kind in (*types, of_tensors) for spec in model_specs(kind)]
 

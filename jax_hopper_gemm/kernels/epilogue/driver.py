@@ -38,7 +38,7 @@ MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's
 class FusedEpilogue:
     """The protocol of an epilogue: constants of the trace. See `views.py` for all else.
 
-    host            make_tma_atoms, check_boxes
+    host            make_tma_atoms
     all threads     allocate, ring.setup → the parts of a `CtaView`
     operand warps   loads.load_tile or loads.load_tile_of_both, for each tile
     math warps      math_view; load_scalars and store_tile, for each tile; drain
@@ -69,14 +69,6 @@ class FusedEpilogue:
             for operand, mC in zip(self.graph.operands, operands or (), strict=True)
         )
         return stores, loads or None
-
-    def check_boxes(self, results, operands, check_box):
-        """Calls `check_box(atom, box, 1)` for the tensor maps among the kernel's parameters."""
-        atoms = *results, *(operands or ())
-        for array, atom in zip((*self.graph.results, *self.graph.operands), atoms, strict=True):
-            if array.kind == "matrix" and not self.spec.loose_d:
-                for each in atom if isinstance(atom, tuple) else (atom,):
-                    check_box(each, self.spec.epi_box(array.dtype), 1)
 
     def allocate(self, memory):
         """Returns the `SharedTensors`, taken in the order of `GemmSpec.smem_bytes`."""
@@ -226,7 +218,7 @@ class FusedEpilogue:
         """
         belongs = tile.coords.belongs
         views = tile.math.matrices
-        fragments = [view.make_fragment() for view in views]
+        fragments = [cute.make_rmem_tensor(x.registers, x.matrix.value_dtype) for x in views]
         inside = self.inside(tile, coords) if self.reductions else None
         for v in range(self.values):
             for matrix, fragment in zip(self.matrices, fragments, strict=True):

@@ -19,12 +19,13 @@ import cutlass.cute as cute
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int16, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.smem import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
+from ..copies import boxes_of, store_atom
 from ..dtypes import CUTE_DTYPE
 from ..panels import of_panels, own_map
 from ..shared_memory import WARPGROUP
@@ -93,10 +94,8 @@ class StagedMatrix:
         next multiple, past the end of the line. `dispatch/legality.py` refuses such products.
         """
         one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
-        op = cpasync.CopyBulkTensorTileS2GOp()
-        return of_panels(
-            mD, lambda mD: cpasync.make_tiled_tma_atom(op, mD, one_stage, self.subtile)[0]
-        )
+        box = self.spec.epi_box(self.result.dtype)
+        return of_panels(mD, lambda mD: store_atom(mD, one_stage, self.subtile, box))
 
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
@@ -126,11 +125,6 @@ class StagingView:
     tRS_sD: Any  # (R2S, R2S_M, R2S_N, buffers)
     registers: Any  # the shape of its values of a subtile: (R2S, R2S_M, R2S_N)
 
-    def make_fragment(self):
-        """Returns registers for a thread's values of a subtile."""
-        # (R2S, R2S_M, R2S_N)
-        return cute.make_rmem_tensor(self.registers, self.matrix.value_dtype)
-
     def write(self, values, buffer):
         """Writes a thread's values of a subtile to a shared buffer, in the matrix's dtype."""
         tRS_rD = cute.make_rmem_tensor(self.registers, self.matrix.dtype)  # (R2S, R2S_M, R2S_N)
@@ -145,10 +139,7 @@ class StagingView:
         tma_d, options = own_map(self.tma_d, panel)
         # (64, epi_tile_n, row blocks, column blocks, tiles ...)
         subtiles = cute.flat_divide(tiles, self.matrix.subtile)
-        bSG_sD, bSG_gD = cpasync.tma_partition(
-            tma_d, 0, cute.make_layout(1),
-            cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
-        )  # fmt: skip
+        bSG_sD, bSG_gD = boxes_of(tma_d, self.sD, subtiles)
         return StoreView(tma_d, bSG_sD, bSG_gD, index, options)
 
 

@@ -10,6 +10,7 @@ form's error says so, a result under 2**-126 may come out as 0.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -183,51 +184,34 @@ def sin_or_cos(m, x, quarter_turns):
     return m.where(half, -value, value)
 
 
+def _of_machine(name):
+    return lambda m, *arguments: getattr(m, name)(*arguments)
+
+
+def _of_python(function):
+    return lambda m, *arguments: function(*arguments)
+
+
 # The accurate form of each operation: function(machine, *arguments, *parameters of the node).
 FUNCTIONS: dict[str, Callable] = {
-    "constant": lambda m, value: m.constant(value),
-    "neg": lambda m, x: -x,
-    "abs": lambda m, x: m.absolute(x),
-    "sign": sign,
+    **{
+        op: _of_machine(op)
+        for op in ("constant", "floor", "ceil", "exp", "exp2", "expm1", "log", "log1p", "tanh",
+                   "erf", "erfc", "pow")
+    },
+    "abs": _of_machine("absolute"), "round": _of_machine("to_even"), "not": _of_machine("negate"),
+    "sqrt": _of_machine("sqrt_approx"), "rsqrt": _of_machine("rsqrt_approx"),
+    "max": _of_machine("maximum"), "min": _of_machine("minimum"), "select": _of_machine("where"),
+    **{op: _of_python(getattr(operator, op)) for op in ("neg", "add", "sub", "mul", "xor")},
+    **{op: _of_python(getattr(operator, op)) for op in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "and": _of_python(operator.and_), "or": _of_python(operator.or_),
+    "sign": sign, "logistic": logistic, "integer_pow": pow_integer, "div": divide,
     "square": lambda m, x: x * x,
-    "floor": lambda m, x: m.floor(x),
-    "ceil": lambda m, x: m.ceil(x),
-    "round": lambda m, x: m.to_even(x),
-    "exp": lambda m, x: m.exp(x),
-    "exp2": lambda m, x: m.exp2(x),
-    "expm1": lambda m, x: m.expm1(x),
-    "log": lambda m, x: m.log(x),
-    "log1p": lambda m, x: m.log1p(x),
-    "sqrt": lambda m, x: m.sqrt_approx(x),
-    "rsqrt": lambda m, x: m.rsqrt_approx(x),
-    "tanh": lambda m, x: m.tanh(x),
-    "logistic": logistic,
-    "erf": lambda m, x: m.erf(x),
-    "erfc": lambda m, x: m.erfc(x),
     "sin": lambda m, x: sin_or_cos(m, x, 0),
     "cos": lambda m, x: sin_or_cos(m, x, 1),
-    "integer_pow": pow_integer,
     "convert": lambda m, x, dtype: m.round_to(dtype, x),
-    "add": lambda m, x, y: x + y,
-    "sub": lambda m, x, y: x - y,
-    "mul": lambda m, x, y: x * y,
-    "div": divide,
-    "max": lambda m, x, y: m.maximum(x, y),
-    "min": lambda m, x, y: m.minimum(x, y),
-    "pow": lambda m, x, y: m.pow(x, y),
-    "eq": lambda m, x, y: x == y,
-    "ne": lambda m, x, y: x != y,
-    "lt": lambda m, x, y: x < y,
-    "le": lambda m, x, y: x <= y,
-    "gt": lambda m, x, y: x > y,
-    "ge": lambda m, x, y: x >= y,
     "is_finite": lambda m, x: m.absolute(x) < math.inf,
-    "and": lambda m, x, y: x & y,
-    "or": lambda m, x, y: x | y,
-    "xor": lambda m, x, y: x ^ y,
-    "not": lambda m, x: m.negate(x),
-    "select": lambda m, predicate, x, y: m.where(predicate, x, y),
-}
+}  # fmt: skip
 # The fast forms, where only results in 16 bits depend on the operation.
 FAST: dict[str, Callable] = {
     "exp": fast_exp,

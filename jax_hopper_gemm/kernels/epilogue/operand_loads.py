@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 
 from ...gemm.smem import EPI_TILE_M, SMEM_VECTOR, column_elements, loaded_bytes
 from ...gemm.wgmma_fragment import (
@@ -21,6 +21,7 @@ from ...gemm.wgmma_fragment import (
     nth_column,
     nth_row,
 )
+from ..copies import boxes_of, load_atom
 from ..dtypes import CUTE_DTYPE
 from ..panels import of_panels, own_map
 from .matrix_store import check_order, staged_layout
@@ -87,6 +88,8 @@ class LoadedOperand:
         self.dtype = CUTE_DTYPE[operand.dtype]
         self.buffers = spec.math_warpgroups * spec.epi_load_stages
         self.box = self.box_of(operand)
+        checked = self.kind == "matrix" and not spec.loose_d
+        self.tma_box = spec.epi_box(operand.dtype) if checked else None
         self.nbytes = math.prod(self.box) * self.dtype.width // 8  # of a slot, as TMA counts them
         self.blocks = (None,) * (len(self.box) + 1)
 
@@ -99,8 +102,7 @@ class LoadedOperand:
 
     def make_tma_atom(self, mC):
         one_stage = cute.slice_(self.staged_layout(), (*self.blocks[1:], 0))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return of_panels(mC, lambda mC: cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0])
+        return of_panels(mC, lambda mC: load_atom(mC, one_stage, self.box, self.tma_box))
 
     def pieces(self, tma_coords, coords):
         """Returns a tile's part in boxes, (box, blocks ..., tiles ...), and the tile's index."""
@@ -110,10 +112,7 @@ class LoadedOperand:
     def load_view(self, tma_c, sC, tma_coords, coords):
         pieces, index = self.pieces(tma_coords, coords)
         modes, (tma_c, options) = len(self.box), own_map(tma_c, coords.panel)
-        bGS_sC, bGS_gC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, modes),
-            cute.group_modes(pieces, 0, modes),
-        )  # fmt: skip
+        bGS_sC, bGS_gC = boxes_of(tma_c, sC, pieces, modes)
         return LoadView(tma_c, bGS_gC[*self.blocks, *index], bGS_sC, options)
 
     def tile_view(self, view, coords):

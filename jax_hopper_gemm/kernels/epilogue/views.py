@@ -134,9 +134,6 @@ class SubtileCoords(NamedTuple):
     tile_n: Any  # its tile along N
     tiles_n: Any  # tiles of D along N
 
-    def right_by(self, columns):
-        return self._replace(column0=self.column0 + columns)
-
     def inside(self, thread, columns):
         """Returns which of a thread's two rows, and of its columns, lie in D."""
         position = DividedPosition(thread)
@@ -159,9 +156,8 @@ class Subtile(NamedTuple):
 
     def coords(self, epi_tile_n):
         """Returns its coordinates, computed anew by each call; None where the graph needs none."""
-        if self.block_coords is None:
-            return None
-        return self.block_coords.right_by(self.i_n * epi_tile_n)
+        first = self.block_coords
+        return first and first._replace(column0=first.column0 + self.i_n * epi_tile_n)
 
 
 def first_coords(spec, extents, coords, row_block):

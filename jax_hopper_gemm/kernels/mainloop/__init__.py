@@ -29,12 +29,11 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 
 from .block_scales import ScaledConsumer, ScalesProducer
 from .gather import GatherProducer
-from .parts import PartsConsumer
+from .parts import PartsConsumer, StoredPartsConsumer, StoredPartsProducer
 from .promoted import PromotedConsumer
 from .rs import RegisterConsumer
 from .rs_in_turns import InTurnsConsumer
 from .ss import SharedConsumer
-from .stored_parts import StoredPartsConsumer, StoredPartsProducer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
 
 

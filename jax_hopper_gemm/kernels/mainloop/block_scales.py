@@ -25,6 +25,7 @@ from ...gemm.wgmma_fragment import (
     nth_column,
     nth_row,
 )
+from ..copies import adjacent
 from ..shared_memory import WARPGROUP
 from .promoted import PromotedConsumer, in_order
 from .ring import kept_in_register
@@ -193,9 +194,6 @@ def _read_pairs(pointers):
 
 def _read(pointer, count):
     """Returns adjacent float32 of shared memory."""
-    source = cute.make_ptr(
-        Float32, pointer.toint(), cute.AddressSpace.smem, assumed_align=4 * count
-    )
     held = cute.make_rmem_tensor(count, Float32)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), held)
+    cute.autovec_copy(adjacent(Float32, pointer.toint(), count, cute.AddressSpace.smem), held)
     return [held[i] for i in range(count)]

@@ -14,6 +14,17 @@ all warpgroups, and these read the last buffer but one. So there are three, and 
 
 The tensor cores cut sums off and do not round them. So these are added up in float32 every
 `PROMOTED_K`. Of more than 3 terms, the largest products and the others are summed apart until then.
+
+Parts may also have been cut before the launch, and lie in memory. Each k-tile then is a run of K,
+of one part of A and one of B: an ordinary one of bfloat16.
+
+    for each `PROMOTED_K` of K
+        for each product of parts, the largest last
+            for each run of K: load it; multiply and add to the sums
+        add the sums to the accumulators, while the other warpgroup multiplies
+
+The products of an interval read the same few runs one after the other, so but for the first each
+finds its operands in L2.
 """
 
 from dataclasses import dataclass
@@ -31,6 +42,7 @@ from cutlass.cutlass_dsl import min as smaller
 from ...gemm.bf16_parts import (
     BLOCK_N,
     PROMOTED_K,
+    RUN_K,
     STEP_K,
     STEPS,
     TILE_K,
@@ -42,7 +54,8 @@ from ...gemm.bf16_parts import (
 )
 from ...gemm.smem import PART_BUFFERS
 from ..shared_memory import WARPGROUP, BarrierId
-from .ss import MathView, SharedConsumer
+from .ss import MathView, SharedConsumer, nothing
+from .tma import TmaProducer
 
 
 @dataclass(frozen=True)
@@ -118,15 +131,9 @@ class PartsConsumer(SharedConsumer):
                     self.cut_b(view, ring, state, (k_tile + 1) % PART_BUFFERS)
                     state.advance()
             warpgroup.wait_group(0)
-            self.promote(view)
+            _promote(view, view.small)
         on_issued()
         return state
-
-    def promote(self, view):
-        """Adds the sums since the last time to the tile's accumulators."""
-        for v in range(cute.size(view.acc)):
-            sums = view.sums[v] + view.small[v] if self.sums_apart else view.sums[v]
-            view.acc[v] = view.acc[v] + sums
 
     def multiply_step(self, view, buffer, step, is_first):
         """Issues the products of 16 of K: a group of those with A's smaller parts, then the others.
@@ -210,6 +217,13 @@ def parts_of(first, second, count):
     return [*parts, last]
 
 
+def _promote(view, small=None):
+    """Adds the sums since the last time, and `small` ones, to the tile's accumulators."""
+    for v in range(cute.size(view.acc)):
+        sums = view.sums[v] if small is None else view.sums[v] + small[v]
+        view.acc[v] = view.acc[v] + sums
+
+
 def math_thread():
     """Returns the number of a math thread, computed anew.
 
@@ -243,3 +257,52 @@ def _store(pointer, offset, words):
         stored[i] = word
     target = pointer + cute.assume(offset, divby=count)
     cute.autovec_copy(stored, cute.make_tensor(target, cute.make_layout(count)))
+
+
+# Parts in memory.
+
+
+def interval_of(spec):
+    """Returns the runs of K after which sums are promoted."""
+    return PROMOTED_K[spec.bf16_terms] // RUN_K
+
+
+class StoredPartsProducer(TmaProducer):
+    """One warp loads, for each product of parts in turn, the runs of an interval."""
+
+    @cute.jit
+    def load(self, view, ring, state, coords):
+        terms = self.spec.bf16_terms
+        parts, interval = num_parts(terms), interval_of(self.spec)
+        slices = self.partition(view, coords)
+        runs = coords.k_tiles // terms
+        for first in cutlass.range(0, runs, interval, unroll=1):
+            end = smaller(first + interval, runs)
+            for term in cutlass.range_constexpr(terms):
+                a_part, b_part = products(terms)[term]
+                for run in cutlass.range(first, end, unroll=1):
+                    of_a, of_b = run * parts + a_part, run * parts + b_part
+                    self.load_stage(view, slices, of_a, of_b, ring, state, coords)
+                    state.advance()
+        return state
+
+
+class StoredPartsConsumer(SharedConsumer):
+    """Math warpgroups with accumulators of a tile, and as many in which an interval is summed."""
+
+    def make_accumulators(self):
+        acc, _ = super().make_accumulators()
+        return acc, cute.make_rmem_tensor_like(acc)
+
+    @cute.jit
+    def multiply(self, view, ring, state, coords, on_issued: cutlass.Constexpr):
+        k_tiles = coords.k_tiles
+        blocks = self.spec.rows_per_warpgroup // 64
+        step = interval_of(self.spec) * self.spec.bf16_terms
+        view.acc.fill(0.0)
+        for first in cutlass.range(0, k_tiles, step, unroll=1):
+            count = smaller(k_tiles - first, step)
+            state = self._accumulate(view, ring, state, count, blocks, nothing)
+            _promote(view)
+        on_issued()
+        return state

@@ -16,7 +16,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T
 
-from .ss import SharedConsumer
+from .ss import SharedConsumer, nothing
 
 
 class PromotedConsumer(SharedConsumer):
@@ -48,7 +48,7 @@ class PromotedConsumer(SharedConsumer):
             scales = self.piece_scales(view, *divmod(piece, parts), state.index)
             warpgroup.wait_group(0)
             last = piece == blocks * parts - 1
-            release = partial(ring.consumer_release, state) if last else _nothing
+            release = partial(ring.consumer_release, state) if last else nothing
             self.finish_piece(view, *divmod(piece, parts), scales, release)
 
     def _multiply_piece(self, view, block, part, stage):
@@ -81,10 +81,6 @@ class PromotedConsumer(SharedConsumer):
         columns = self.columns // 2  # of 64 rows a thread has half as many elements
         first = block * (self.spec.tile_n // 2) + part * columns
         return ((v, first + v) for v in range(columns))
-
-
-def _nothing():
-    pass
 
 
 def in_order(instruction, *operands):

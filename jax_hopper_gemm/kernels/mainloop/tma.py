@@ -1,17 +1,16 @@
 """The producer that loads A and B by TMA; CTAs of a cluster that need the same tile share it."""
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.tma_box import TmaBox
+from ..copies import boxes_of, load_atom
 from ..dtypes import CUTE_DTYPE
 from ..panels import own_map
 from .ring import operand_smem_layout
@@ -34,17 +33,6 @@ class TmaView:
     panels: Any = None  # where B is several panels, the tensor maps of all
 
 
-def check_box(atom, box, shares):
-    """Asserts that the compiled copy moves the box that the host's tensor map will name."""
-    compiled = re.search(
-        r'tma_gbasis = <"\((\d+),(\d+)(?:,1|,\(1\))+\)', str(atom._trait.value.type)
-    )
-    assert compiled is not None, f"no box in {atom._trait.value.type}"
-    assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
-        f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
-    )
-
-
 class TmaOperand:
     """A, or each of the B's: a tile is loaded in as many slices as CTAs of the cluster share it."""
 
@@ -63,20 +51,10 @@ class TmaOperand:
         self.evict_first = s.evict_first == operand
 
     def make_tma_atoms(self, tensors):
-        """Returns the atom of each tensor; only their types matter, the host sets the maps."""
-        tile = self.tile
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        if self.shares > 1:
-            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        staged = operand_smem_layout(self.dtype, self.is_k_major, *tile, 1)
+        """Returns the atom of each tensor."""
+        staged = operand_smem_layout(self.dtype, self.is_k_major, *self.tile, 1)
         one_stage = cute.slice_(staged, (None, None, 0))
-        atoms = tuple(
-            cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile, self.shares)[0]
-            for tensor in tensors
-        )
-        for atom in atoms:
-            check_box(atom, self.box, self.shares)
-        return atoms
+        return tuple(load_atom(x, one_stage, self.tile, self.box, self.shares) for x in tensors)
 
     def view(self, maps, stages, tma_coords, cta):
         s = self.spec
@@ -103,10 +81,7 @@ class TmaOperand:
         tiles, at = view.tma_coords.a(coords) if self.is_a else view.tma_coords.b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
-            shared, boxes = cpasync.tma_partition(
-                tma, cta, cute.make_layout(self.shares),
-                cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2),
-            )  # fmt: skip
+            shared, boxes = boxes_of(tma, stages, tiles, share=cta, shares=self.shares)
             slices.append((shared, boxes[None, *at]))
         return slices
 
@@ -135,13 +110,8 @@ class ScalesOfB:
         self.nbytes = spec.scale_bytes
 
     def make_tma_atoms(self, tensors):
-        op, layout = cpasync.CopyBulkTensorTileG2SOp(), cute.make_layout(self.tile)
-        atoms = tuple(
-            cpasync.make_tiled_tma_atom(op, tensor, layout, self.tile)[0] for tensor in tensors
-        )
-        for atom in atoms:
-            check_box(atom, TmaBox(*self.tile, swizzle=0), 1)
-        return atoms
+        layout, box = cute.make_layout(self.tile), TmaBox(*self.tile, swizzle=0)
+        return tuple(load_atom(tensor, layout, self.tile, box) for tensor in tensors)
 
     def view(self, maps, stages, tma_coords, cta):
         return TmaView(maps, stages.sS, tma_coords, cta=0, mask=None, own_mask=None)
@@ -150,10 +120,7 @@ class ScalesOfB:
         tiles, at = view.tma_coords.scales_of_b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
-            shared, boxes = cpasync.tma_partition(
-                tma, 0, cute.make_layout(1),
-                cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2),
-            )  # fmt: skip
+            shared, boxes = boxes_of(tma, stages, tiles)
             slices.append((shared, boxes[None, *at]))
         return slices
 

@@ -12,7 +12,7 @@ from support.quantization import Case
 
 from jax_hopper_gemm.gemm.kernel_params import result_names
 from jax_hopper_gemm.gemm.quantization import QuantizeSpec
-from jax_hopper_gemm.launch.pass_plans import make_quantize_plan
+from jax_hopper_gemm.launch.plan import make_quantize_plan
 
 
 def check(gpu: PtxGpu, case: Case, special: float | None = None) -> None:

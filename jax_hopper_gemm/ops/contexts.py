@@ -1,4 +1,4 @@
-"""Products whose rows have the same bits in every batch: the argument and the context for them."""
+"""Contexts of products, taken when they are traced: an SM limit, rows of the same bits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,43 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from ..gemm.product import Options
-from .sm_limit import current_max_sms
+from . import checks
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# JAX traces anew where a context has another value.
+# JAX traces anew where a context has another value: no program is taken for one with a limit.
+_limit = jax.make_user_context(None)
 _asked = jax.make_user_context(False)
+
+
+@contextmanager
+def max_sms(limit: int | None) -> Iterator[None]:
+    """Limits the SMs of the GPU that products traced inside the context use.
+
+    The other SMs are free for concurrent work, such as the kernels of collectives:
+
+        with jhg.max_sms(112):  # of an H200's 132
+            hidden = jhg.all_gather_matmul(x, up, "tp")
+
+    The limit belongs to the products: their derivatives have it as well, wherever they are traced.
+    The cost model chooses a kernel that keeps to the limit, since tables were measured on whole
+    GPUs. XLA's own products ignore the limit.
+
+    Args:
+      limit: at least 1; more SMs than the GPU has are no limit. None lifts an outer limit.
+
+    Raises:
+      TypeError, ValueError: `limit` is invalid.
+    """
+    checks.check_max_sms(limit)
+    with _limit(None if limit is None else int(limit)):
+        yield
+
+
+def current_max_sms() -> int | None:
+    """Returns the limit that a product traced now takes."""
+    return _limit.value
 
 
 @contextmanager
