@@ -135,7 +135,7 @@ def steps() -> Iterable[GemmProblem]:
         yield GemmProblem.dense(tokens, features, vocabulary, b_major=major)
 
 
-# Of layers of published models: the width, columns of Q, K and V, rows of the output projection, and
+# Of layers of published models: the width, columns of Q, K and V, rows of the output projection,
 # hidden features.
 _MODELS = {
     "Llama 2 7B": (4096, 12288, 4096, 11008), "Llama 2 13B": (5120, 15360, 5120, 13824),
@@ -157,7 +157,7 @@ _MODELS = {
 
 
 def models() -> Iterable[GemmProblem]:
-    """Training steps of published models over 4096 and 8192 tokens: forwards, and both gradients."""
+    """Training steps of published models over 4096 and 8192 tokens, with both gradients."""
     for tokens in (4096, 8192):
         for dimensions in _MODELS.values():
             for problem in _layer(tokens, *dimensions):
