@@ -112,6 +112,20 @@ def test_a_transpose_of_a_product_becomes_part_of_it():
     assert operations(jhg.accelerate(function), X, W) == {"hopper_dot": 2, "transpose": 1}
 
 
+@pytest.mark.parametrize(
+    ("subscripts", "shapes", "taken"),
+    [
+        ("btd,ndh->btnh", ((2, 64, 128), (4, 128, 64)), True),
+        ("bsd,ckdh->cbskh", ((2, 64, 128), (2, 4, 128, 64)), True),
+        ("btkgd,bskd->bkgts", ((2, 64, 2, 4, 16), (2, 64, 2, 16)), False),
+    ],
+)
+def test_a_batch_whose_rows_lie_apart_is_left_to_xla(subscripts, shapes, taken):
+    """Weights of heads are no batch: XLA would transpose them."""
+    (found,) = jhg.explain(partial(jnp.einsum, subscripts), *(bf16(*x) for x in shapes)).products
+    assert found.taken == taken
+
+
 @pytest.mark.usefixtures("launcher")
 def test_the_report_agrees_with_lowering():
     report = jhg.explain(block, *SHAPES, implementation="hopper")

@@ -38,10 +38,10 @@ def accelerate(
     `dot`, `einsum`, `jax.lax.ragged_dot` and `ragged_dot_general` of two arrays of bfloat16, of
     float16, of float32, of int8 or of 8-bit floats, or of 16-bit floats by weights of 8 or 4 bits,
     in its program is replaced by ours, with the same precision, dtype and sharding of the result.
-    Products of other dtypes stay, and unless `implementation` is "hopper" those whose rows or K lie
-    in several places, as of heads that share keys, if the result is larger than what is multiplied,
-    as logits are: XLA stores such a result in the order that suits all that read it. JAX is not
-    patched, so other functions and other threads are not affected.
+    Products of other dtypes stay, and unless `implementation` is "hopper" batches whose rows or K
+    lie in several places, as of heads that share keys, if the result is larger than what is
+    multiplied, as logits are: XLA stores such a result in the order that suits all that read it.
+    JAX is not patched, so other functions and other threads are not affected.
 
     Each product takes along the elementwise operations around it where the cost model expects its
     kernel to be faster than XLA with them: bias, activation, residual, mask, cast, sums of columns

@@ -188,7 +188,8 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     order that all its products read best. A kernel's result has one order: measured on an H200,
     XLA then computed the derivative of a softmax twice, in two orders, 9 % of a training step.
     A result that is smaller than an operand may have it: the larger array is not moved for it,
-    which saved 5 %.
+    which saved 5 %. So may one without batch axes, as by weights (heads, width, size), which XLA
+    would transpose: measured on an H100, kernels take 0.36 to 1.01 of its time.
     """
     if _shrinks(equation):
         return None
@@ -199,7 +200,8 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     if gemm is None:
         apart = len(subscripts.contracted) > 1
     else:
-        apart = gemm.problem.l != prod(request.extents[x] for x in subscripts.batch)
+        batch = prod(request.extents[x] for x in subscripts.batch)
+        apart = bool(subscripts.batch) and gemm.problem.l != batch
     return ROWS_APART if apart else None
 
 

@@ -177,14 +177,15 @@ def scaled(a: jhg.Quantized, b: jhg.Quantized) -> jax.Array:
 
 
 def scaled_arguments(kind: str, special: float) -> tuple[jhg.Quantized, jhg.Quantized]:
-    """Returns operands; scales of rows 0 to 3 are special, of blocks of the last K."""
+    """Returns operands by XLA; scales of rows 0 to 3 are special, of blocks of the last K."""
     rng = np.random.default_rng(0)
     blocks = {"blocks": ((1, 128), (128, 128)), "rows": ((1, None), (None, 1))}[kind]
-    a, b = (
-        jhg.quantize(rng.standard_normal(shape).astype(np.float32), block=block)
-        for shape, block in zip(((144, 400), (400, 272)), blocks, strict=True)
-    )
-    return jhg.Quantized(a.values, a.scale.at[:4, -1].set(special)), b
+    with jax.default_device(jax.devices("cpu")[0]):
+        a, b = (
+            jhg.quantize(rng.standard_normal(shape).astype(np.float32), block=block)
+            for shape, block in zip(((144, 400), (400, 272)), blocks, strict=True)
+        )
+        return jhg.Quantized(a.values, a.scale.at[:4, -1].set(special)), b
 
 
 def scaled_specs() -> list[KernelSpec]:
