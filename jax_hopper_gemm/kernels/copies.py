@@ -6,18 +6,18 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 
-def load_atom(tensor, layout, tile, box, shares=1):
-    """Returns the atom that loads a tile, in as many shares as CTAs of a cluster have of it.
+def load_atom(tensor, layout, tile, box, num_multicast=1):
+    """Returns the atom that loads a tile: each of `num_multicast` CTAs loads a part of it for all.
 
     Only the tensor's type matters: the host sets the map. If it names a `box`, the compiled copy
     moves that.
     """
     op = cpasync.CopyBulkTensorTileG2SOp()
-    if shares > 1:
+    if num_multicast > 1:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-    atom, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, tile, shares)
+    atom, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, tile, num_multicast)
     if box:
-        _check_box(atom, box, shares)
+        _check_box(atom, box, num_multicast)
     return atom
 
 
@@ -29,26 +29,26 @@ def store_atom(tensor, layout, tile, box):
     return atom
 
 
-def _check_box(atom, box, shares):
+def _check_box(atom, box, num_multicast):
     """Asserts that the compiled copy moves the box that the host's tensor map will name."""
     compiled = re.search(
         r'tma_gbasis = <"\((\d+),(\d+)(?:,1|,\(1\))+\)', str(atom._trait.value.type)
     )
     assert compiled is not None, f"no box in {atom._trait.value.type}"
-    assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
-        f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
+    assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * num_multicast), (
+        f"kernel copies {compiled.group(0)}, spec says {box} in each of {num_multicast} CTAs"
     )
 
 
-def boxes_of(tma, shared, tiles, modes=2, share=0, shares=1):
+def boxes_of(tma, shared, tiles, modes=2, cta=0, num_multicast=1):
     """Returns boxes in shared memory and in a tensor map's array, each box as one mode.
 
     Args:
       modes: how many a box has.
-      share: the part of each box that is this CTA's, of so many `shares`.
+      cta: which part of each box is this CTA's, of `num_multicast`.
     """
     shared, tiles = (cute.group_modes(x, 0, modes) for x in (shared, tiles))
-    return cpasync.tma_partition(tma, share, cute.make_layout(shares), shared, tiles)
+    return cpasync.tma_partition(tma, cta, cute.make_layout(num_multicast), shared, tiles)
 
 
 def adjacent(dtype, address, count, space):

@@ -40,9 +40,9 @@ class TmaOperand:
         s = self.spec = spec
         self.is_a = operand == "a"
         # The extents of a tile, and how many CTAs load a slice of it each.
-        self.tile, self.shares = (s.tile_m, s.tile_k), s.cluster_n
+        self.tile, self.num_multicast = (s.tile_m, s.tile_k), s.cluster_n
         if not self.is_a:
-            self.tile, self.shares = s.stored_b(s.d_tile_n, s.tile_k), s.cluster_m
+            self.tile, self.num_multicast = s.stored_b(s.d_tile_n, s.tile_k), s.cluster_m
         self.box = s.a_box if self.is_a else s.b_box
         self.is_k_major = (s.a_major if self.is_a else s.b_major) == "k"
         self.dtype = CUTE_DTYPE[s.a_dtype if self.is_a else s.b_dtype]
@@ -54,7 +54,9 @@ class TmaOperand:
         """Returns the atom of each tensor."""
         staged = operand_smem_layout(self.dtype, self.is_k_major, *self.tile, 1)
         one_stage = cute.slice_(staged, (None, None, 0))
-        return tuple(load_atom(x, one_stage, self.tile, self.box, self.shares) for x in tensors)
+        return tuple(
+            load_atom(x, one_stage, self.tile, self.box, self.num_multicast) for x in tensors
+        )
 
     def view(self, maps, stages, tma_coords, cta):
         s = self.spec
@@ -68,7 +70,7 @@ class TmaOperand:
             mask, rank = ((1 << s.cluster_m) - 1) << (s.cluster_m * cta.n), cta.m
         return TmaView(
             maps[: self.parts], parts, tma_coords, rank,
-            mask=cutlass.Int16(mask) if self.shares > 1 else None,
+            mask=cutlass.Int16(mask) if self.num_multicast > 1 else None,
             own_mask=cutlass.Int16(1 << cta.m) if s.paired else None,
             panels=maps if len(maps) > self.parts else None,
         )  # fmt: skip
@@ -81,7 +83,7 @@ class TmaOperand:
         tiles, at = view.tma_coords.a(coords) if self.is_a else view.tma_coords.b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
-            shared, boxes = boxes_of(tma, stages, tiles, share=cta, shares=self.shares)
+            shared, boxes = boxes_of(tma, stages, tiles, cta=cta, num_multicast=self.num_multicast)
             slices.append((shared, boxes[None, *at]))
         return slices
 
