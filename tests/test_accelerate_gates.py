@@ -1,7 +1,8 @@
-"""`accelerate` on gates whose weights are both parts of one array, which kernels read."""
+"""`accelerate` on gates whose weights are both halves of one array, which kernels read."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from support.program_inspection import integers, lowered
 import jax_hopper_gemm as jhg
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+GATE = ["logistic", "mul", "mul"]
 M, K, N = 4096, 2048, 8192
 X = jax.ShapeDtypeStruct((M, K), BF16)
 
@@ -51,15 +53,74 @@ def test_the_report_says_what_a_gate_of_one_array_saves():
     assert of_one.saved_us == pytest.approx(of_two.saved_us) and of_two.saved_us > 0
 
 
+def by_split(x: Any, w: Any) -> Any:
+    first, second = jnp.split(x @ w.reshape(len(w), -1), 2, axis=-1)
+    return jax.nn.silu(first) * second
+
+
+def by_slices(x: Any, w: Any) -> Any:
+    both = x @ w.reshape(len(w), -1)
+    columns = both.shape[-1] // 2
+    return jax.nn.silu(both[:, :columns]) * both[:, columns:]
+
+
+def by_index(x: Any, w: Any) -> Any:
+    both = jnp.einsum("mk,kin->min", x, w)
+    return jax.nn.silu(both[:, 0]) * both[:, 1]
+
+
+def after_a_bias(x: Any, w: Any) -> Any:
+    bias = jnp.cos(jnp.arange(2 * w.shape[2], dtype=F32))
+    both = jnp.dot(x, w.reshape(len(w), -1), preferred_element_type=F32) + bias
+    slope = jnp.cos(both.shape[0] * bias) + jnp.arange(len(x), dtype=F32)[:, None] / len(x)
+    first, second = jnp.split((slope * both).astype(x.dtype), 2, axis=-1)
+    return jax.nn.silu(first) * second + slope.max().astype(x.dtype)
+
+
+def of_groups(x: Any, w: Any) -> Any:
+    sizes = jnp.full(2, x.shape[0] // 2, jnp.int32)
+    both = lax.ragged_dot(x, jnp.stack([w, -w]).reshape(2, len(w), -1), sizes)
+    first, second = jnp.split(both, 2, axis=-1)
+    return jax.nn.silu(first) * second
+
+
+CUT = [by_split, by_slices, by_index, after_a_bias, of_groups]
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("function", CUT)
+def test_a_product_that_is_cut_in_two_is_a_gate(function):
+    ((num_b, dtypes, names),) = products(function, X, weights(1))
+    assert (num_b, dtypes) == (1, ("bfloat16",))
+    assert " ".join(GATE) in " ".join(name for name in names if name != "squeeze")
+
+
+def test_a_product_that_is_cut_in_two_stays_one_where_it_is_no_gate():
+    """As of keys and values; where all of it is read, too; and where parts are no halves."""
+    w = jax.ShapeDtypeStruct((K, N), BF16)
+    plain = [(1, ("bfloat16",), None)]
+    assert products(lambda x, w: jnp.split(x @ w, 2, axis=-1), X, w) == plain
+
+    def also_returned(x: Any, w: Any) -> Any:
+        both = x @ w
+        return jax.nn.silu(both[:, : N // 2]) * both[:, N // 2 :], both
+
+    def unequal(x: Any, w: Any) -> Any:
+        first, second = jnp.split(x @ w, [N // 4], axis=-1)
+        return jax.nn.silu(first[:, : N // 4]) * second[:, : N // 4]
+
+    assert products(also_returned, X, w) == products(unequal, X, w) == plain
+
+
 @pytest.mark.usefixtures("all_fused")
-@pytest.mark.parametrize("axis", [0, 1])
-def test_numbers_of_a_gate_of_one_array(axis):
+@pytest.mark.parametrize("function", [gate, partial(gate, axis=1), *CUT])
+def test_numbers_of_a_gate_of_one_array(function):
     def loss(x: Any, w: Any) -> Any:
-        y = gate(x, w, axis).astype(F32)
+        y = function(x, w).astype(F32)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), y
 
     x, w = integers((16, 32), "bfloat16") / 8, integers((2, 32, 64), "bfloat16", seed=1) / 8
-    w = jnp.moveaxis(w, 0, axis)
+    w = w if function is gate else jnp.moveaxis(w, 0, 1)
     step = jax.grad(loss, argnums=(0, 1), has_aux=True)
     exact = jax.tree.leaves(jax.jit(step)(x.astype(F32), w.astype(F32)))
     outside = jax.grad(jhg.accelerate(loss), argnums=(0, 1), has_aux=True)

@@ -25,7 +25,7 @@ from ..primitives.define import accumulator_dtype, request_of
 from ..primitives.fused_primitive import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences
-from .halves import of_one_array
+from .halves import Halved, of_one_array, with_halves
 from .kinds import PRODUCTS, Along, is_inlined, nbytes
 from .placement import in_place, updates_ordered
 from .program import Program, Region
@@ -45,15 +45,37 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     """
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)
-    program = Program(*inlined(equations, results))
-    equations, results = program.equations, program.results
-    kernels = _Launches(equations)
+    equations, results = inlined(equations, results)
+    whole = set[Any]()  # results of products that do not stand as two
+    while True:
+        try:
+            return _fused(*with_halves(equations, results, whole))
+        except _NoGate as error:
+            whole.update(error.products)
+
+
+class _NoGate(Exception):
+    """Products stand as two though these are no gate of one kernel."""
+
+    def __init__(self, halved: Sequence[Halved]):
+        super().__init__(halved)
+        self.products = [x.whole.outvars[0] for x in halved]
+
+
+def _fused(
+    equations: list[Any], results: list[Any], halved: Sequence[Halved]
+) -> tuple[list[Any], list[Any]]:
+    program = Program(equations, results)
+    kernels = _Launches(equations, halved)
     alone = kernels.absent()  # products that take nothing along
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
     dependences = Dependences(program, alone)
     search = Regions(dependences)
     while True:
+        together = {x.products for x in search.regions}
+        if no_gates := [x for x in halved if x.numbers not in together]:
+            raise _NoGate(no_gates)
         found = {x: kernels.of(x) for x in search.regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         refused = [x for x, (_, reason) in found.items() if reason]
@@ -127,8 +149,9 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
 class _Launches:
     """The equations that stand for the regions of a program, and why XLA should compute some."""
 
-    def __init__(self, equations: Sequence[Any]):
+    def __init__(self, equations: Sequence[Any], halved: Iterable[Halved] = ()):
         self._equations, self._device = equations, current_device()
+        self._whole = {x.numbers: x.whole for x in halved}  # by numbers of the two products
         self._makers = {x: equation for equation in equations for x in equation.outvars}
         self._known: dict[Any, tuple[Any, str | None]] = {}  # by content of a region
         self._alike: dict[Any, tuple[dict[str, Any], str | None]] = {}  # by its structure
@@ -163,7 +186,9 @@ class _Launches:
         )  # fmt: skip
         empty = tuple(_empty_rows(self._equations, region, function.invars)) if sizes else ()
         as_stored, again = "columns" in region.sums, [x.aval for x in region.kept]
-        asked = map(_asked, products)
+        whole = self._whole.get(region.products)
+        apart = [whole] if whole else products  # what runs without the region
+        asked = map(_asked, (*products, *apart))
         placed = in_place(region, self._equations, len(sizes))
         alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
         known = self._alike.get(alike) if alike else None
@@ -175,10 +200,13 @@ class _Launches:
             outvars=region.outputs,
         )
         if known is None:
-            reason = _refusal(self._equations, region, launch, self._device)
+            reason = _refusal(apart, region, launch, self._device)
             if alike:
                 self._alike[alike] = params, reason
-        return launch if reason else of_one_array(launch, self._makers, self._device), reason
+        if reason:
+            return launch, reason
+        of_one = of_one_array(launch, self._makers, self._device)
+        return of_one, "it would copy halves of weights" if whole and of_one is launch else None
 
 
 def _asked(product: Any) -> tuple[Any, ...]:
@@ -222,9 +250,8 @@ def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any])
                 yield number
 
 
-def _refusal(equations: Sequence[Any], region: Region, launch: Any, device: Device) -> str | None:
+def _refusal(products: Sequence[Any], region: Region, launch: Any, device: Device) -> str | None:
     """Returns why XLA should compute what follows a region's products; None if a kernel should."""
-    products = [equations[number] for number in region.products]
     atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
     requests = tuple(map(request_of, products))
     moved, again = (sum(nbytes(x) for x in group) for group in (atoms, region.kept))

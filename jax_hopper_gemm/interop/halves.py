@@ -1,15 +1,25 @@
-"""Gates whose weights are the two halves of one array, as `w[0]` and `w[1]`, which kernels read."""
+"""Gates whose weights are the two halves of one array, which kernels read.
+
+A program cuts the array, or the product by it, as in `gate, up = jnp.split(x @ weights, 2, -1)`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
+from jax.extend.core import Literal, Var
 
 from ..dispatch import Device
+from ..fusion.jaxprs import CALLS, spliced, traced_once
+from ..fusion.residuals import variables
+from ..gemm.groups import is_varlen_k
 from ..lowering.route import route
 from ..primitives.define import request_of
+from .kinds import PRODUCTS, kind_of
 
 
 def of_one_array(launch: Any, makers: dict[Any, Any], device: Device) -> Any:
@@ -22,7 +32,7 @@ def of_one_array(launch: Any, makers: dict[Any, Any], device: Device) -> Any:
       makers: by variable, the equation that makes it.
     """
     product, params = launch.params["product"], launch.params
-    if params["num_b"] != 2 or product.groups or product.options.recipe:
+    if params["num_b"] != 2 or product.options.recipe:
         return launch
     lhs, *halves = launch.invars[:3]
     first, second = (_half(x, makers) for x in halves)
@@ -53,3 +63,209 @@ def _half(x: Any, makers: dict[Any, Any]) -> tuple[Any, int, int] | None:
     if cuts != tuple(axes) or [shape[i] for i in cuts] != [2]:
         return None
     return array, cuts[0], cut.params["start_indices"][cuts[0]]
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A product that stands as two, by the halves of its weights.
+
+    Attributes:
+      whole: its equation.
+      numbers: of the equations of the two.
+    """
+
+    whole: Any
+    numbers: tuple[int, ...]
+
+
+def with_halves(
+    equations: Sequence[Any], results: Sequence[Any], kept: Container[Any]
+) -> tuple[list[Any], list[Any], list[Halved]]:
+    """Returns the equations and results with two products for each that the program cuts in two.
+
+    Elementwise equations may come between a product and its cut, as those of a bias.
+
+    Args:
+      kept: results of products that stay whole.
+    """
+    axes = _axes_of_cuts(equations, results)
+    halving = _Halving(axes)
+    found: list[Halved] = []
+    for equation in map(halving.renamed, equations):
+        if _may_be_halved(equation, axes) and equation.outvars[0] not in kept:
+            found.append(Halved(equation, halving.add_products(equation)))
+        elif halving.halves.keys().isdisjoint(variables(equation.invars)):
+            halving.equations.append(equation)
+        elif equation.outvars[0] in axes:
+            halving.add_elementwise(equation)
+        else:
+            halving.add_cut(equation)
+    return halving.equations, halving.read(results), found
+
+
+def _axes_of_cuts(equations: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
+    """Returns along which axis all that reads a variable cuts it, or what is made of it, in two."""
+    ways: dict[Any, set[int | None]] = defaultdict(set)  # by variable; None: in another way
+    for x in variables(results):
+        ways[x].add(None)
+    for equation in reversed(equations):
+        axis, shape = _cut_axis(equation), None
+        if axis is None and len(equation.outvars) == 1:
+            (out,) = equation.outvars
+            of_out = ways.get(out, {None})
+            if len(of_out) == 1 and None not in of_out and _is_elementwise(equation):
+                (axis,), shape = of_out, out.aval.shape
+        for x in variables(equation.invars):
+            ways[x].add(axis if shape in (None, x.aval.shape) else None)
+    found = ((x, axis) for x, of in ways.items() if len(of) == 1 for axis in of)
+    return {x: axis for x, axis in found if axis is not None}
+
+
+def _cut_axis(equation: Any) -> int | None:
+    """Returns along which axis an equation cuts its input into halves, or takes one of them."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("slice", "split"):
+        return None
+    shape, kept = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    axes = [axis for axis, extent in enumerate(shape) if extent != kept[axis]]
+    if len(axes) != 1 or shape[axes[0]] != 2 * kept[axes[0]]:
+        return None
+    (axis,) = axes
+    if name == "split":
+        return axis if len(equation.outvars) == 2 else None
+    whole = not params["strides"] or set(params["strides"]) == {1}
+    return axis if whole and params["start_indices"][axis] in (0, kept[axis]) else None
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Whether an equation has halves that are the same of the halves of its inputs."""
+    ndims = {x.aval.ndim for x in equation.invars}
+    alike = ndims <= {0, equation.outvars[0].aval.ndim}
+    return alike and equation.primitive.name not in CALLS and kind_of(equation) == "elementwise"
+
+
+def _may_be_halved(equation: Any, axes: dict[Any, int]) -> bool:
+    """Whether what is cut in two are columns of a product by weights."""
+    if equation.primitive not in PRODUCTS or equation.outvars[0] not in axes:
+        return False
+    product, (out,) = equation.params["product"], equation.outvars
+    letter = product.subscripts.out[axes[out]]
+    return (
+        letter in product.subscripts.rhs_free
+        and not (product.options.recipe or product.batch)
+        and not (product.groups and is_varlen_k(product.subscripts))
+        and product.out_sharding is None
+        and not out.aval.sharding.mesh.explicit_axes
+    )
+
+
+class _Halving:
+    """Equations of halves in the place of others.
+
+    Attributes:
+      equations: the new ones.
+      halves: by variable that they do not compute, the two that they compute in its place.
+    """
+
+    def __init__(self, axes: dict[Any, int]):
+        self._axes = axes
+        self._names: dict[Any, Any] = {}
+        self._broadcasts: dict[Any, Any] = {}  # equations, by what they make
+        self._parts: dict[Any, tuple[Any, Any]] = {}  # of others, by variable and axis
+        self.equations: list[Any] = []
+        self.halves: dict[Any, tuple[Any, Any]] = {}
+
+    def read(self, atoms: Sequence[Any]) -> list[Any]:
+        return [x if isinstance(x, Literal) else self._names.get(x, x) for x in atoms]
+
+    def renamed(self, equation: Any) -> Any:
+        if equation.primitive is lax.broadcast_in_dim_p:
+            self._broadcasts[equation.outvars[0]] = equation
+        inputs = self.read(equation.invars)
+        return equation if inputs == equation.invars else equation.replace(invars=inputs)
+
+    def add_products(self, equation: Any) -> tuple[int, int]:
+        """Adds two products by halves of the weights; returns the numbers of their equations."""
+        product, (out,) = equation.params["product"], equation.outvars
+        axis, subscripts = self._axes[out], product.subscripts
+        letter, pair = subscripts.out[axis], out.aval.shape[axis] == 2
+        if pair:  # the halves have no such axis
+            product = replace(product, subscripts=subscripts.without(letter))
+        before = len(self.equations)
+        self.halves[out] = self._add(
+            equation, equation.invars, _products, primitive=equation.primitive,
+            cut=subscripts.rhs.index(letter), added=axis if pair else None,
+            **{**equation.params, "product": product},
+        )  # fmt: skip
+        new = enumerate(self.equations[before:], before)
+        first, second = (number for number, x in new if x.primitive is equation.primitive)
+        return first, second
+
+    def add_elementwise(self, equation: Any) -> None:
+        (out,) = equation.outvars
+        pairs = [self._halves_of(x, equation) for x in equation.invars]
+        extents = list(out.aval.shape)
+        extents[self._axes[out]] //= 2
+        first, second = (Var(out.aval.update(shape=tuple(extents))) for _ in range(2))
+        self.halves[out] = first, second
+        for inputs, half in zip(zip(*pairs, strict=True), self.halves[out], strict=True):
+            self.equations.append(equation.replace(invars=[*inputs], outvars=[half]))
+
+    def add_cut(self, equation: Any) -> None:
+        """Lets what an equation cuts out of a variable be a half of it."""
+        (x,), outs = equation.invars, equation.outvars
+        if equation.primitive is lax.slice_p and any(equation.params["start_indices"]):
+            self._names[outs[0]] = self.halves[x][1]
+        else:
+            self._names.update(zip(outs, self.halves[x], strict=False))
+
+    def _halves_of(self, x: Any, equation: Any) -> tuple[Any, Any]:
+        """Returns the halves of an input of an elementwise equation."""
+        axis = self._axes[equation.outvars[0]]
+        if x.aval.ndim == 0 or x.aval.shape[axis] == 1:
+            return x, x
+        if x in self.halves:
+            return self.halves[x]
+        if (x, axis) not in self._parts:
+            if broadcast := self._broadcasts.get(x):
+                params = {"axes": broadcast.params["broadcast_dimensions"], "shape": x.aval.shape}
+                parts = self._add(equation, broadcast.invars, _broadcasts, cut=axis, **params)
+            else:
+                parts = self._add(equation, [x], _slices, cut=axis)
+            self._parts[x, axis] = parts
+        return self._parts[x, axis]
+
+    def _add(
+        self, equation: Any, inputs: Sequence[Any], function: Any, **params: Any
+    ) -> tuple[Any, Any]:
+        """Adds equations of a function, in the place of another's; returns its two results."""
+        with equation.ctx.manager:  # of its mesh
+            closed = traced_once(function, *(x.aval for x in inputs), **params)
+        first, second = map(Var, closed.out_avals)
+        new = equation.replace(invars=[*inputs], outvars=[first, second])
+        self.equations += spliced(new, closed)
+        return first, second
+
+
+def _products(
+    lhs: Any, rhs: Any, *sizes: Any, primitive: Any, cut: int, added: int | None, **params: Any
+) -> list[Any]:
+    """Two products by the halves of weights along an axis; the results may have one of extent 1."""
+    extents = list(rhs.shape)
+    if added is None:
+        extents[cut : cut + 1] = 2, extents[cut] // 2
+    planes = lax.reshape(rhs, extents)
+    halves = [lax.index_in_dim(planes, i, cut, keepdims=False) for i in range(2)]
+    products = [primitive.bind(lhs, half, *sizes, **params) for half in halves]
+    return products if added is None else [lax.expand_dims(x, (added,)) for x in products]
+
+
+def _slices(x: Any, *, cut: int) -> Sequence[Any]:
+    return lax.split(x, [x.shape[cut] // 2] * 2, cut)
+
+
+def _broadcasts(x: Any, *, cut: int, axes: Sequence[int], shape: Sequence[int]) -> list[Any]:
+    extents = [extent // 2 if axis == cut else extent for axis, extent in enumerate(shape)]
+    is_cut = cut in axes and x.shape[axes.index(cut)] > 1
+    halves = _slices(x, cut=axes.index(cut)) if is_cut else [x, x]
+    return [lax.broadcast_in_dim(half, extents, axes) for half in halves]

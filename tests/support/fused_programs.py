@@ -62,6 +62,11 @@ def gated(w: Weights, x: Any) -> Any:
     return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
 
 
+def cut(w: Weights, x: Any) -> Any:
+    gate, up = jnp.split(x @ w["both"] + w["bias"], 2, axis=-1)
+    return x + (jax.nn.silu(gate) * up) @ w["down"]
+
+
 def with_biases(w: Weights, x: Any) -> Any:
     hidden = jax.nn.gelu(x @ w["up"] + w["up_bias"])
     return jax.nn.relu(hidden @ w["down"] + w["down_bias"]) + x
@@ -86,7 +91,10 @@ def expert(w: Weights, x: Any) -> Any:
     parts = jnp.array([300, 0, 500, 100, 7, 641, 200, 100])  # of 2048 rows; 200 are of no group
     sizes, order = parts * TOKENS // 2048, jnp.arange(TOKENS) * 5 % TOKENS
     rows = x[order]
-    gate, up = (lax.ragged_dot(rows, w[name], sizes) for name in ("gate", "up"))
+    if "both" in w:
+        gate, up = jnp.split(lax.ragged_dot(rows, w["both"], sizes), 2, axis=-1)
+    else:
+        gate, up = (lax.ragged_dot(rows, w[name], sizes) for name in ("gate", "up"))
     return lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], sizes)[jnp.argsort(order)]
 
 
@@ -99,10 +107,14 @@ def attending(w: Weights, x: Any) -> Any:
 
 
 DTYPES = (jnp.bfloat16, jnp.float32)
-UP, DOWN = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+UP, BOTH, DOWN = (WIDTH, HIDDEN), (WIDTH, 2 * HIDDEN), (HIDDEN, WIDTH)
 FUSED_PROGRAMS = {
     "gated": FusedProgram(
         gated, {"gate": UP, "up": UP, "down": DOWN}, frozenset({"logistic", "add", "sub"})
+    ),
+    "cut": FusedProgram(
+        cut, {"both": BOTH, "bias": (2 * HIDDEN,), "down": DOWN},
+        frozenset({"logistic", "add", "sub"}),
     ),
     "biases": FusedProgram(
         with_biases, {"up": UP, "up_bias": (HIDDEN,), "down": DOWN, "down_bias": (WIDTH,)},
@@ -124,6 +136,9 @@ FUSED_PROGRAMS = {
     "experts": FusedProgram(
         expert, {name: (EXPERTS, *shape) for name, shape in
                  (("gate", UP), ("up", UP), ("down", DOWN))}, frozenset({"logistic"}),
+    ),
+    "cut experts": FusedProgram(
+        expert, {"both": (EXPERTS, *BOTH), "down": (EXPERTS, *DOWN)}, frozenset({"logistic"})
     ),
 }  # fmt: skip
 
