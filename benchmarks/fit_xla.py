@@ -45,12 +45,18 @@ DIGITS = 4  # of thresholds and leaves in the file
 
 
 class Measured(NamedTuple):
-    """A product, what is expected of one of our kernels, and XLA's time over that kernel's."""
+    """A product, what is expected of one of our kernels, XLA's time over its, and that kernel."""
 
     problem: GemmProblem
     cost: Estimate
     ratio: float
-    runs: bool = True  # whether dispatch would run that kernel
+    spec: GemmSpec
+
+    @property
+    def runs(self) -> bool:
+        """Whether dispatch would run that kernel."""
+        today, _ = best_kernel(self.problem, H200)
+        return today is not None and today.spec == self.spec
 
 
 def surveyed(path: Path) -> Iterator[Measured]:
@@ -65,9 +71,7 @@ def surveyed(path: Path) -> Iterator[Measured]:
         us = timed_specs(document["names"], row, problem)
         best, _ = best_kernel(problem, H200, us)
         if best:
-            today, _ = best_kernel(problem, H200)
-            runs = today is not None and today.spec == best.spec
-            yield Measured(problem, best.cost, row["xla_us"] / us[best.spec], runs)
+            yield Measured(problem, best.cost, row["xla_us"] / us[best.spec], best.spec)
 
 
 def timed_specs(
@@ -92,7 +96,7 @@ def tabled() -> Iterator[Measured]:
         problem = key.problem()
         if is_surveyed(problem, H200) and entry.kernel_us and entry.xla_us:
             cost = estimate(problem, entry.spec, entry.raster_order, H200)
-            yield Measured(problem, cost, entry.xla_us / entry.kernel_us)
+            yield Measured(problem, cost, entry.xla_us / entry.kernel_us, entry.spec)
 
 
 def fitted(found: np.ndarray, ratios: np.ndarray, seed: int = 0) -> Trees:

@@ -6,6 +6,8 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -124,6 +126,12 @@ def built(request: pytest.FixtureRequest) -> dict[KernelSpec, str]:
     modules = dict.fromkeys(test.module for test in tests if "built" in test.fixturenames)
     specs = [spec for module in modules if module for spec in module.SPECS]
     return cubin.build(specs, progress=False).failures
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cubin.build` compiles here, not in processes of its own, which take seconds to start."""
+    monkeypatch.setattr(futures, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
 
 
 @pytest.fixture

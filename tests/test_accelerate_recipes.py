@@ -83,7 +83,7 @@ def test_gradients_of_what_it_returns_know_their_cotangents():
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS], ids=str)
 @pytest.mark.parametrize("inside", [True, False])
 def test_gradients_are_near_those_of_16_bits(recipe, inside):
-    params, x = jax.tree.map(lambda like: normal(like, 3), STACK), normal(X, 0)
+    params, x = jax.tree.map(lambda like: normal(like, 3)[:2], STACK), normal(X, 0)[:2]
     plain = jax.jit(jax.grad(loss))(params, x)
     wrap = partial(jhg.accelerate, recipe=recipe)
     ours = jax.jit(wrap(jax.grad(loss)) if inside else jax.grad(wrap(loss)))(params, x)

@@ -16,6 +16,7 @@ from support.stepwise import run_stepwise
 from test_accelerate_fuses import equations
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.interop import scatters
 from jax_hopper_gemm.primitives.rows import add_rows_p
 
 S = jax.ShapeDtypeStruct
@@ -347,9 +348,15 @@ def test_rows_go_back_to_their_order_without_a_scatter_on_one_gpu() -> None:
     text = step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.scatter" in text
 
+
+def test_rows_in_order_are_those_of_the_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scatters, "LEAST_MOVED", 1)
+    tokens, width = 128, 64
     indices = np.random.default_rng(0).permutation(2 * tokens) // 2
     indices[:3] = -1, tokens, -tokens - 1  # the last row, and none
-    arguments = integers(x.shape, BF16), jnp.asarray(indices), integers(shapes[2].shape, BF16, 1)
+    rows, g = integers((tokens, width), BF16), integers((2 * tokens, width), BF16, 1)
+    arguments = rows, jnp.asarray(indices), g
+    assert "add_rows" in [e.primitive.name for e in equations(put_back, *arguments)]
     for ours in (jhg.accelerate(put_back), add_in_order):
         np.testing.assert_array_equal(ours(*arguments), put_back(*arguments))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -110,7 +108,7 @@ def test_cache_is_shown_and_cleared(capsys, empty_cache):
 
 
 @pytest.mark.slow
-def test_build_fills_a_folder_and_reuses_it(capsys, tmp_path, monkeypatch):
+def test_build_fills_a_folder_and_reuses_it(capsys, tmp_path, monkeypatch, in_this_process):
     specs = dispatch.table_specs(dispatch.H200, [("float16", "float16")])[:2]
     monkeypatch.setattr(dispatch, "table_specs", lambda device, dtypes: list(specs))
     words = ("build", "--out", str(tmp_path / "cubins"), "--jobs", "1")
@@ -227,14 +225,8 @@ def test_tune_takes_suites(capsys, tmp_path, fake_timers, monkeypatch):
 
 
 @pytest.mark.slow
-def test_demo_checks_a_product_and_shows_a_kernel(empty_cache):
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_hopper_gemm", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    report = json.loads(done.stdout)["result"]
+def test_demo_checks_a_product_and_shows_a_kernel(capsys):
+    report = json.loads(output_of(capsys, "--json"))["result"]
     assert set(report["product"]["results"]) == {"D = A B", "dA = dD B^T", "dB = A^T dD"}
     assert all(result["good"] for result in report["product"]["results"].values())
     if "kernel" in report:  # no GPU

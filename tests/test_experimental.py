@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,9 +70,12 @@ def test_terms_broadcast_where_jax_does_not_promote_ranks():
     experts = jnp.ones((4, 16, 2, 8)), jnp.ones((4, 8, 16))
     with jax.numpy_rank_promotion("raise"):
         y = jhg.matmul(A, B, bias=bias, residual=bias, c=bias, activation="relu")
-        db = jax.grad(lambda b: jhg.matmul(A, B, bias=b, activation="gelu").sum())(bias)
+        db = jax.eval_shape(
+            jax.grad(lambda b: jhg.matmul(A, B, bias=b, activation="gelu").sum()), bias
+        )
         arrays, expert_bias = (x, jnp.ones((16, 4)), *experts), jnp.ones(4)
-        z, _ = moe.mixture_of_experts(*arrays, experts_per_token=2, selection_bias=expert_bias)
+        layer = partial(moe.mixture_of_experts, experts_per_token=2, selection_bias=expert_bias)
+        z, _ = jax.eval_shape(layer, *arrays)
         h = nn.Linear(4, 5, activation="gelu", rngs=nnx.Rngs(0))(A)
         with pytest.raises(ValueError, match="rank_promotion"):  # the user's own functions do not
             jhg.matmul(A, B, epilogue=lambda y, s: y + s, epilogue_operands=(bias,))

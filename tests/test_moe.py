@@ -180,37 +180,45 @@ def test_experts_may_be_over_several_axes(how):
 def exchanged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`lax.ragged_all_to_all` as its documentation says, which XLA does not run on CPUs."""
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    per = send_sizes.size // n
-    operands, begins, sizes, places = (
-        lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
+    operands = lax.all_gather(operand, axis_name)
+    begins, sizes, places = (  # (n * per,) of what each device sends here
+        lax.all_gather(a.reshape(n, -1), axis_name)[:, me].ravel()
+        for a in (input_offsets, send_sizes, output_offsets)
     )
+    sizes = jnp.where(sizes == recv_sizes, sizes, output.shape[0])
     rows = jnp.arange(output.shape[0])
-    for source in range(n):
-        for i in range(per):
-            begin, size, place = (a[source, me * per + i] for a in (begins, sizes, places))
-            size = jnp.where(size == recv_sizes[source * per + i], size, output.shape[0])
-            taken = operands[source, jnp.clip(rows - place + begin, 0, operand.shape[0] - 1)]
-            inside = (rows >= place) & (rows < place + size)
-            output = jnp.where(inside[:, None], taken, output)
-    return output
+    inside = (rows >= places[:, None]) & (rows < (places + sizes)[:, None])
+    span = jnp.argmax(inside, 0)
+    row = jnp.clip(rows - places[span] + begins[span], 0, operand.shape[0] - 1)
+    taken = operands[span // (sizes.size // n), row]
+    return jnp.where(inside.any(0)[:, None], taken, output)
+
+
+def both(function, args):
+    """Returns gradients and results."""
+
+    def run(*args):
+        y, statistics = function(*args)
+        return (y**2).sum() + moe.load_balancing_loss(statistics), (y, statistics)
+
+    return jax.jit(jax.grad(run, (0, 1, 2, 3), has_aux=True))(*args)
+
+
+K = 3  # more than the two experts of a device
+
+
+@pytest.fixture(scope="module")
+def of_one_device():
+    args = weights_of(8 * 3, 6, 16, 4)
+    return args, both(layer(K), args)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", expert_parallel.EXCHANGES)
-def test_experts_over_devices_are_the_layer_of_one(how, monkeypatch):
+def test_experts_over_devices_are_the_layer_of_one(how, of_one_device, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", exchanged)
-    k = 3  # more than the two experts of a device
-    args = weights_of(8 * 3, 6, 16, 4)
-    spread = over_devices(k, how)
-
-    def both(function):
-        def run(*args):
-            y, statistics = function(*args)
-            return (y**2).sum() + moe.load_balancing_loss(statistics), (y, statistics)
-
-        return jax.jit(jax.grad(run, (0, 1, 2, 3), has_aux=True))(*args)
-
-    assert_close(both(spread), both(layer(k)))
+    args, expected = of_one_device
+    assert_close(both(over_devices(K, how), args), expected)
 
 
 @pytest.mark.parametrize("how", ["gather", "all_to_all"])
@@ -276,16 +284,19 @@ PLACED = {  # x, router, gate_up, down
 }
 
 
+@jax.jit  # which keeps the program without axes for all placements
+def step(*args):
+    def run(x, *weights):
+        y, statistics = layer(2, scale=jnp.float32(2))(x, *weights)
+        return (y**2).sum() + moe.load_balancing_loss(statistics), (y, parts(x, *weights))
+
+    return jax.grad(run, (0, 1, 2, 3), has_aux=True)(*args)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("specs", PLACED.values(), ids=PLACED)
 def test_explicit_axes_give_results_shardings_of_their_tokens(specs):
     args = weights_of(8, 8, 4, 6)
-
-    def both(x, *weights):
-        y, statistics = layer(2, scale=jnp.float32(2))(x, *weights)
-        return (y**2).sum() + moe.load_balancing_loss(statistics), (y, parts(x, *weights))
-
-    step = jax.jit(jax.grad(both, (0, 1, 2, 3), has_aux=True))
     expected = step(*args)
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):

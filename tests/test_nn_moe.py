@@ -91,6 +91,15 @@ def test_router_dtype_is_that_of_the_routers_product():
     assert_close(statistics, wide.statistics)
 
 
+@nnx.jit
+def gradient_of(made, x):
+    def loss(made):
+        y, statistics = made(x, return_statistics=True)
+        return (y**2).sum() + moe.load_balancing_loss(statistics), y
+
+    return nnx.grad(loss, has_aux=True)(made)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
@@ -100,15 +109,6 @@ def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
         stacked=False, expert_axis="expert", token_axes=("data", "expert"), exchange=exchange
     )
     x = x.reshape(8, 1, 6)
-
-    @nnx.jit
-    def gradient_of(made, x):
-        def loss(made):
-            y, statistics = made(x, return_statistics=True)
-            return (y**2).sum() + moe.load_balancing_loss(statistics), y
-
-        return nnx.grad(loss, has_aux=True)(made)
-
     expected, y = gradient_of(here, x)
     with jax.set_mesh(mesh):
         gradient, spread = gradient_of(there, x)

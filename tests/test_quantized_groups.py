@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.quantized_groups import BLOCKS, SIZES, K, M, gated, normal, programs, ragged
+from support.quantized_groups import BLOCKS, PROGRAMS, SIZES, K, M, gated, normal, ragged
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -22,9 +22,9 @@ def close(found: Any, wanted: Any, bound: float = 1e-5) -> None:
     assert error <= bound * np.linalg.norm(np.asarray(wanted, np.float64))
 
 
-@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_products_are_those_of_the_dequantized_arrays(name):
-    program = programs()[name]
+    program = PROGRAMS[name]()
     found = program.ours()(*program.operands)
     assert found.dtype == jnp.float32
     close(found, program.wanted())

@@ -103,6 +103,12 @@ def configuration_violations(spec: GemmSpec) -> list[str]:
     return [reason for check in checks for reason in check(spec)]
 
 
+def is_configured(spec: GemmSpec) -> bool:
+    """Returns whether there are none, for a kernel of wgmma; the first ends the search."""
+    checks = _policy_violations, _epilogue_tile_violations, _group_violations, _register_violations
+    return not any(True for check in (*checks, memory_violations) for _ in check(spec))
+
+
 def _policy_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
     if s.warp_schedule not in get_args(WarpSchedule):

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from support.cubin_samples import HIDE_CUTLASS, SPEC, run_python
+from support.cubin_store import forget
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin import CubinError, compiler, digest_of, lookup
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("folders")]
 
 try:
     compiler.require_compiler()
@@ -21,17 +22,11 @@ OTHER = replace(SPEC, warp_schedule="pingpong", tile_scheduler="dynamic")
 ILLEGAL = replace(SPEC, tile_n=24)
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "none").mkdir()
-    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "none"))
-    monkeypatch.setattr(lookup, "_known", {})
-
-
 @pytest.mark.slow
-def test_build_fills_the_cache_and_lists_failures_at_the_end(capfd):
-    report = cubin.build([SPEC, ILLEGAL, OTHER, SPEC], jobs=2)
+def test_build_fills_a_folder_and_lists_failures_at_the_end(capfd, tmp_path):
+    """And the folder serves a machine without CuTeDSL."""
+    folder = tmp_path / "shipped"
+    report = cubin.build([SPEC, ILLEGAL, OTHER, SPEC], jobs=2, folder=folder)
     assert (report.compiled, report.reused) == ((SPEC, OTHER), ())
     assert list(report.failures) == [ILLEGAL]
     assert "tile_n 24" in report.failures[ILLEGAL]
@@ -39,15 +34,10 @@ def test_build_fills_the_cache_and_lists_failures_at_the_end(capfd):
     assert {entry.name for entry in cubin.cache_entries()} == {SPEC.name, OTHER.name}
     assert "3/3" in capfd.readouterr().err  # the progress bar
 
-    again = cubin.build([SPEC, OTHER], jobs=1, progress=False)
+    again = cubin.build([SPEC, OTHER], jobs=1, progress=False, folder=folder)
     assert (again.compiled, again.reused) == ((), (SPEC, OTHER))
     assert capfd.readouterr().err == ""
 
-
-@pytest.mark.slow
-def test_a_built_folder_serves_a_machine_without_cutlass(tmp_path):
-    folder = tmp_path / "shipped"
-    assert cubin.build([SPEC], folder=folder, progress=False).compiled == (SPEC,)
     source = (
         HIDE_CUTLASS
         + """
@@ -66,14 +56,16 @@ def test_a_built_folder_serves_a_machine_without_cutlass(tmp_path):
     assert built is not None
     assert printed.split() == ["prebuilt", str(folder), built.manifest.cubin_sha256]
 
-    again = cubin.build([SPEC], folder=folder, progress=False)
-    assert again.reused == (SPEC,)
 
-
-@pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_a_failure_of_build(tmp_path, monkeypatch):
+def test_the_cache_is_filled_and_one_that_cannot_be_written_is_a_failure(
+    compiles, in_this_process, tmp_path, monkeypatch
+):
+    assert cubin.build([SPEC], progress=False).compiled == (SPEC,)
+    forget(monkeypatch)
+    assert cubin.build([SPEC], progress=False).reused == tuple(compiles) == (SPEC,)
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "file" / "cache"))
+    forget(monkeypatch)
     report = cubin.build([SPEC], progress=False)
     assert "cannot be written" in report.failures[SPEC]
 

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from support import quantized_groups
 
-PROGRAMS = quantized_groups.programs()
 
-
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", quantized_groups.PROGRAMS)
 def test_they_are_those_of_the_dequantized_arrays(name, checked):
-    program = PROGRAMS[name]
+    program = quantized_groups.PROGRAMS[name]()
     specs = program.specs(**quantized_groups.FORCED)
     found = program.ours(**quantized_groups.FORCED)(*program.operands)
     with jax.default_device(jax.devices("cpu")[0]):

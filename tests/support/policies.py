@@ -8,12 +8,16 @@ set has some dozens (https://doi.org/10.1145/1883612.1883618).
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from support.buildable import epilogue_specs
 from support.choices import (
@@ -31,8 +35,9 @@ from support.choices import (
 from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 
+from jax_hopper_gemm import gemm
 from jax_hopper_gemm.dispatch import H100, H200, table_specs
-from jax_hopper_gemm.gemm.legality import configuration_violations, violations
+from jax_hopper_gemm.gemm.legality import is_configured, violations
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.type_legality import type_violations
@@ -274,7 +279,29 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
 
 def _covering(*several: dict[str, tuple]) -> tuple[GemmSpec, ...]:
     """Returns sets that cover all pairs of legal choices, one set after the other."""
-    return tuple(spec for choices in several for spec in _covering_one(choices))
+    return tuple(spec for choices in several for spec in _remembered(choices))
+
+
+@cache
+def _sources() -> bytes:
+    """Returns a digest of the sources that decide which specs cover all pairs."""
+    folders = Path(__file__).parent, Path(gemm.__file__).parent
+    files = sorted(path for folder in folders for path in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
+
+
+def _remembered(choices: dict[str, tuple]) -> tuple[GemmSpec, ...]:
+    """Returns `_covering_one`, of another process where one has found it: it takes seconds."""
+    name = hashlib.sha256(_sources() + repr(choices).encode()).hexdigest()
+    path = Path(__file__).parent / "__pycache__" / f"covering-{name[:32]}.json"
+    if path.exists():
+        return tuple(GemmSpec.from_json(text) for text in json.loads(path.read_text()))
+    found = _covering_one(choices)
+    path.parent.mkdir(exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps([spec.to_json() for spec in found]))
+    draft.replace(path)
+    return found
 
 
 def _covering_one(choices: dict[str, tuple]) -> tuple[GemmSpec, ...]:
@@ -356,7 +383,7 @@ def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> li
         _settle(choice, fixed)
         if not _type_is_legal(tuple([(field, choice[field]) for field in of_type])):
             continue
-        if not configuration_violations(spec_of(choice)):
+        if is_configured(spec_of(choice)):
             found.append(choice)
             if len(found) == wanted:
                 break

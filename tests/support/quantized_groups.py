@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,10 +63,13 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) / 8
 
 
+_quantize = jax.jit(jhg.quantize, static_argnames=("dtype", "block"))
+
+
 def quantize(x: np.ndarray, dtype: str, block: Any) -> jhg.Quantized:
     """Returns what the CPU makes of an array, so that no kernel of a GPU takes part."""
     with jax.default_device(jax.devices("cpu")[0]):
-        return jax.jit(partial(jhg.quantize, dtype=dtype, block=block))(x)
+        return _quantize(x, dtype=dtype, block=block)
 
 
 def ragged(kind: str, name: str, dtype: str) -> Program:
@@ -102,21 +105,21 @@ def gated(kind: str, stacked: bool, grouped: bool) -> Program:
     return Program(function, (quantize(normal(M, K), E4M3, rows), weights))
 
 
-@cache
-def programs() -> dict[str, Program]:
-    found = {
-        f"{kind}, {name}": ragged(kind, name, dtype)
+# Each makes its operands, which takes a while.
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    **{
+        f"{kind}, {name}": partial(ragged, kind, name, dtype)
         for kind in BLOCKS
         for name, dtype in zip(OPTIONS, (E4M3, "int8") * 2, strict=True)
-    }
-    for kind in ("rows and columns", "blocks"):
-        found |= {
-            f"gated, {kind}, {stacked}, {grouped}": gated(kind, stacked, grouped)
-            for stacked in (False, True)
-            for grouped in (False, True)
-        }
-    return found
+    },
+    **{
+        f"gated, {kind}, {stacked}, {grouped}": partial(gated, kind, stacked, grouped)
+        for kind in ("rows and columns", "blocks")
+        for stacked in (False, True)
+        for grouped in (False, True)
+    },
+}
 
 
 def specs() -> list[KernelSpec]:
-    return [spec for program in programs().values() for spec in program.specs(**FORCED)]
+    return [spec for program in PROGRAMS.values() for spec in program().specs(**FORCED)]
