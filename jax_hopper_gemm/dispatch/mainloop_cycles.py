@@ -26,10 +26,11 @@ CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix 
 GATHER_CYCLES = {"m": 40.0, "k": 62.0}
 CLUSTER_WAIT = 0.09  # fitted: of a load; see `load_cycles`
 # Fitted over 172 kernels of 30 gated products on an H100: lines of B, stored along N, that are read
-# more for each row of a tile's part of gate or up, which lie apart. With it kernels of least cost
-# took 1.006 of the fastest one's time in the mean and 1.06 at most, without 1.018 and 1.16. No H200
-# has been asked.
+# more for each row of a tile's part of gate or up, which lie apart, but in products of 512 rows.
+# With it kernels of least cost took 1.003 of the fastest one's time in the mean and 1.03 at most,
+# without 1.018 and 1.16. No H200 has been asked.
 LINES_APART = {"H100": 0.5, "H200": 0.0}
+LINES_APART_ROWS = 512
 # Fitted over 352 kernels of 27 products with epilogues: from asking for a stage of operands to the
 # end of its multiplication, on a busy chip. A ring of n stages takes in no more than n of them in
 # that time.
@@ -152,7 +153,7 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     # whose neighbours read the other half from memory at the same time.
     row = least(1.0, s.b_box.contiguous * s.b_itemsize / LINE_BYTES)
     fraction = where(s.short_boxes, row, 1.0)
-    apart = (p.graph.accumulators > 1) & (s.b_major == "n")
+    apart = (p.graph.accumulators > 1) & (s.b_major == "n") & (p.m > LINES_APART_ROWS)
     more = LINES_APART[device.gpu] * LINE_BYTES / (rows_b * s.b_itemsize)
     fraction *= where(apart, 1 + more, 1.0)
     lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * fraction
