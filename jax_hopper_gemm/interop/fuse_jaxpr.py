@@ -94,9 +94,6 @@ def _fused(
                 apart.add(region.products)
             else:
                 alone.update(region.products)
-        if all(region.sums for region in refused):
-            search.leave_sums(unsummed)
-            continue
         if alone != dependences.alone:
             dependences = Dependences(program, alone)
         search = Regions(dependences, apart, unsummed)
