@@ -91,13 +91,12 @@ class Regions:
 
     def _given_owners(self) -> dict[Any, Region]:
         """Returns, by variable that is read, the region that stores it; XLA computes the others."""
-        in_passing = self._found_in_passing()
-        owners = {x: self._owner(x) for x in self.dependences.read if x not in in_passing}
-        return {x: region for x, region in owners.items() if region}
-
-    def _owner(self, variable: Any) -> Region | None:
-        candidates = self._candidates(variable)
-        return next((x for x in candidates if self._computes(x, variable)), None)
+        in_passing, owners = self._found_in_passing(), dict[Any, Region]()
+        for variable in self.dependences.read:
+            candidates = self._candidates(variable) if variable not in in_passing else ()
+            if region := next((x for x in candidates if self._computes(x, variable)), None):
+                owners[variable] = region
+        return owners
 
     def _found_in_passing(self) -> set[Any]:
         """Returns statistics of rows that XLA finds in the one pass that needs them.

@@ -47,12 +47,8 @@ class Stored:
         self._equations, self._inputs = dependences.program.equations, dependences.program.inputs
         self.variables: set[Any] = set(dependences.read)
         self.kept: dict[Region, list[Any]] = {}
-        self._find_kept()
-
-    def _find_kept(self) -> None:
-        """Finds what each region keeps, the first products first."""
         needed = self._needed()
-        for region in sorted(needed, key=lambda region: region.bits):
+        for region in sorted(needed, key=lambda region: region.bits):  # the first products first
             if kept := self._least(region, needed[region]):
                 self.kept[region] = kept
                 self.variables.update(kept)

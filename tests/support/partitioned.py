@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -19,16 +19,18 @@ def on_cpu(replace: Callable[[Program, Sequence[Any]], Program] | None = None) -
       replace: gets each shard's program, a function of the shards, and their abstract values, and
         returns the program to lower in its place. Then none comes from the cache.
     """
+    platforms = patch.object(custom_call, "PLATFORMS", [*custom_call.PLATFORMS, ("cpu",)])
+    with platforms, _replaced_by(replace) if replace else nullcontext():
+        yield
+
+
+@contextmanager
+def _replaced_by(replace: Callable[[Program, Sequence[Any]], Program]) -> Iterator[None]:
     lower = custom_call._lowered
 
     def lower_replaced(program: Program, shards: Sequence[Any], *options: Any) -> bytes:
         return lower(lambda *operands: replace(program, shards)(*operands), shards, *options)
 
-    platforms = patch.object(custom_call, "PLATFORMS", [*custom_call.PLATFORMS, ("cpu",)])
-    if replace is None:
-        with platforms:
-            yield
-        return
     uncached = patch.object(custom_call, "_answer", custom_call._answer.__wrapped__)
-    with platforms, uncached, patch.object(custom_call, "_lowered", lower_replaced):
+    with uncached, patch.object(custom_call, "_lowered", lower_replaced):
         yield
