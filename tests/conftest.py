@@ -15,9 +15,10 @@ import jax
 import jaxlib.version
 import pytest
 from fake_driver.harness import build_fakes
+from support import partitioned
 from support.covering import covering_subset
 
-from jax_hopper_gemm import cubin, sharding
+from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import choice, model
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
@@ -157,7 +158,7 @@ def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
     """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    with sharding.on_cpu():
+    with partitioned.on_cpu():
         yield
 
 

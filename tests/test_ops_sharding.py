@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.partitioned import on_cpu
 from support.program_inspection import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
@@ -249,7 +250,7 @@ def activated(module: Any, a: Any, b: Any) -> Any:
 @pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("program", [unreduced, reduced, activated])
 def test_sums_over_devices_may_be_left_open(program, partitioned):
-    with jax.set_mesh(mesh(AxisType.Explicit)), sharding.on_cpu() if partitioned else nullcontext():
+    with jax.set_mesh(mesh(AxisType.Explicit)), on_cpu() if partitioned else nullcontext():
         a, b = jnp.sign(integers((4, 8, 16), "bfloat16")), integers((16, 8), "bfloat16", seed=1)
         a, b = jax.reshard(a, P("x", None, "y")), jax.reshard(jnp.sign(b), P("y", None))
         c = jax.reshard(integers(program(jnp, a, b).shape, "bfloat16", seed=2), P(None))

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 from support.collectives import collectives, run_counted
+from support.partitioned import on_cpu
 from support.placed import array, mesh, name_of
 from support.program_inspection import CACHED_ON_MESH, integers, lowered, run_fresh
 
@@ -263,12 +264,12 @@ def test_programs_of_shares_can_be_seen_and_replaced():
     def twice(a, b):
         return jhg.matmul(a, b), jhg.matmul(a, 1 - b)
 
-    with custom_call.on_cpu(negative):
+    with on_cpu(negative):
         found = jax.jit(twice)(a, b)
     assert shapes == [[(16, 32), (32, 16)]] * 2
     expected = a @ b, a @ (1 - b)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), found, expected)
-    with custom_call.on_cpu():
+    with on_cpu():
         after = jax.jit(lambda a, b: twice(a, b))(a, b)
     jax.tree.map(np.testing.assert_array_equal, after, expected)
     assert custom_call.TARGET not in jax.jit(lambda a, b: jhg.matmul(a, b)).lower(a, b).as_text()

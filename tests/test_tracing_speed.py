@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.random_programs import writer_of
 
 from jax_hopper_gemm import accelerate, dispatch, matmul
 from jax_hopper_gemm.dispatch import model
 from jax_hopper_gemm.fusion import jaxprs
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.interop import fuse_jaxpr, rewrite_jaxpr, wide
-from jax_hopper_gemm.interop.dependences import Dependences
-from jax_hopper_gemm.interop.regions import Regions
 from jax_hopper_gemm.lowering import route
 from jax_hopper_gemm.primitives import accelerated
 
@@ -198,26 +194,6 @@ def test_a_product_without_a_kernel_is_known_before_the_search(monkeypatch):
 
     shapes = (64, 64, 8), (8, 64, 64), (64,)
     assert len(searched(monkeypatch, program, [jnp.ones(x, jnp.bfloat16) for x in shapes])) == 1
-
-
-@pytest.mark.parametrize("seed", [5, 16, 23, 51, 71])
-def test_leaving_sums_to_xla_gives_what_a_search_without_them_does(monkeypatch, seed):
-    function, arguments = writer_of(seed)
-    step = jax.value_and_grad(function)
-    for program in searched(monkeypatch, step, [arguments(jnp.bfloat16)]):
-        dependences = Dependences(program)
-        sums: set[Any] = {
-            (number, along)
-            for region in Regions(dependences).regions
-            for along in region.sums
-            for number in region.products
-        }
-        assert sums
-        for left in [{x} for x in sums] + [sums]:
-            again, anew = Regions(dependences), Regions(dependences, unsummed=left)
-            again.leave_sums(left)
-            for x, y in zip(again.regions, anew.regions, strict=True):
-                assert (x.content, x.whole) == (y.content, y.whole)
 
 
 def test_a_kernel_is_chosen_once_for_a_problem(monkeypatch):

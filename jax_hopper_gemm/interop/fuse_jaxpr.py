@@ -82,7 +82,7 @@ def _fused(
         refused += [x for x in search.regions if not x.whole]
         if not refused:
             try:
-                ordered = launched_together(_Order(dependences, launches, results).equations)
+                ordered = launched_together(_ordered(dependences, launches, results))
                 return updates_ordered(ordered, results), results
             except NoPlace as error:
                 refused = [error.launched]
@@ -94,9 +94,6 @@ def _fused(
                 apart.add(region.products)
             else:
                 alone.update(region.products)
-        if all(region.sums for region in refused):
-            search.leave_sums(unsummed)
-            continue
         if alone != dependences.alone:
             dependences = Dependences(program, alone)
         search = Regions(dependences, apart, unsummed)
@@ -327,58 +324,55 @@ def saved_us(equation: Any) -> float:
     return 0.0 if isinstance(times, str) else times[1] - times[0]
 
 
-class _Order:
-    """The equations of a program with its regions, each where its last equation was.
+def _ordered(
+    dependences: Dependences, launches: dict[Region, Any], results: Sequence[Any]
+) -> list[Any]:
+    """Returns the equations of a program with its regions, each where its last equation was.
 
     Equations that nothing reads any more are left out.
 
     Raises:
       NoPlace: a region reads what is computed from its own outputs.
     """
+    kinds, program = dependences.kinds, dependences.program
+    region_of = {x: region for region in launches for x in region.outputs}
+    within = {number: region for region in launches for number in region.products}
+    ends = {max(*x.products, *x.equations): x for x in launches}
+    ordered, done = list[Any](), set[Any]()  # equations, variables
 
-    def __init__(
-        self, dependences: Dependences, launches: dict[Region, Any], results: Sequence[Any]
-    ):
-        self._kinds, self._launches = dependences.kinds, launches
-        self._program, self._makers = dependences.program, dependences.program.makers
-        self._region_of = {x: region for region in launches for x in region.outputs}
-        self._within = {number: region for region in launches for number in region.products}
-        self._done: set[Any] = set()  # variables
-        self.equations: list[Any] = []
-        ends = {max(*x.products, *x.equations): x for x in launches}
-        for number, equation in enumerate(self._program.equations):
-            if self._kinds[number] == "other":
-                self._require(variables(equation.invars))
-                self._emit(equation)
-            elif region := ends.get(number):
-                self._require(region.outputs)
-            elif self._kinds[number] == "product" and number not in self._within:
-                self._require(equation.outvars)
-        self._require(variables(results))
+    def emit(equation: Any) -> None:
+        ordered.append(equation)
+        done.update(equation.outvars)
 
-    def _emit(self, equation: Any) -> None:
-        self.equations.append(equation)
-        self._done.update(equation.outvars)
-
-    def _require(self, needed: Iterable[Any]) -> None:
+    def require(needed: Iterable[Any]) -> None:
         """Emits what computes some variables, and before it what that reads."""
         pending = [(x, False) for x in needed]
         entered: list[Region] = []
         while pending:
             variable, ready = pending.pop()
-            if variable in self._done or variable not in self._makers:
+            if variable in done or variable not in program.makers:
                 continue
-            region = self._region_of.get(variable)
-            number = self._makers[variable]
-            equation = self._launches[region] if region else self._program.equations[number]
+            region, number = region_of.get(variable), program.makers[variable]
+            equation = launches[region] if region else program.equations[number]
             if ready:
-                self._emit(equation)
+                emit(equation)
                 continue
-            if region is None and number in self._within:  # not stored
-                raise NoPlace(self._within[number])
-            if region in entered or self._kinds[number] == "other":  # it comes later
-                raise NoPlace(next(x for x in entered[::-1] if x.outputs[0] not in self._done))
+            if region is None and number in within:  # not stored
+                raise NoPlace(within[number])
+            if region in entered or kinds[number] == "other":  # it comes later
+                raise NoPlace(next(x for x in entered[::-1] if x.outputs[0] not in done))
             if region:
                 entered.append(region)
             pending.append((variable, True))
             pending += [(x, False) for x in variables(equation.invars)]
+
+    for number, equation in enumerate(program.equations):
+        if kinds[number] == "other":
+            require(variables(equation.invars))
+            emit(equation)
+        elif region := ends.get(number):
+            require(region.outputs)
+        elif kinds[number] == "product" and number not in within:
+            require(equation.outvars)
+    require(variables(results))
+    return ordered

@@ -82,7 +82,18 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
     if not any(waits.values()):
         return list(equations)
     stored = {*chain(*inputs), *variables(results)}
-    return _Waiting(equations, makers, waits, depends, stored).ordered
+
+    def last_of(read_by: Iterable[int]) -> list[Any]:
+        """Returns a variable of each of these equations that no other one of them depends on.
+
+        What another one needs it may overwrite, and XLA would copy that for the barrier. It is the
+        largest, a matrix: XLA finishes reductions.
+        """
+        last = [i for i in sorted(read_by) if not any(depends(x, i) for x in read_by if x != i)]
+        outputs = ([x for x in equations[i].outvars if x in stored] for i in last)
+        return [max(each, key=lambda x: x.aval.size) for each in outputs]
+
+    return _waiting(equations, makers, waits, last_of)
 
 
 def _overwritten(equation: Any) -> list[int]:
@@ -94,68 +105,49 @@ def _overwritten(equation: Any) -> list[int]:
     return [first + x for x in equation.params["in_place"] if x is not None]
 
 
-class _Waiting:
-    """Equations in order, but for updates, which wait until others have run.
+def _waiting(
+    equations: Sequence[Any],
+    makers: dict[Any, int],
+    waits: dict[int, dict[int, list[int]]],
+    last_of: Callable[[Iterable[int]], list[Any]],
+) -> list[Any]:
+    """Returns equations in order, but for updates, which wait until others have run.
 
     Args:
       makers: numbers of the equations, by what they return.
       waits: by the number of an update and of an input that it overwrites, the equations that read
         that input.
-      depends: whether one of these equations depends on another one.
-      stored: the variables that anything reads.
+      last_of: returns a variable of each of some equations that no other one of them depends on.
     """
+    waiting: dict[int, None] = {}
+    ordered, done = list[Any](), set[int]()
 
-    def __init__(
-        self,
-        equations: Sequence[Any],
-        makers: dict[Any, int],
-        waits: dict[int, dict[int, list[int]]],
-        depends: Callable[[int, int], bool],
-        stored: set[Any],
-    ):
-        self._equations, self._makers, self._waits = equations, makers, waits
-        self._depends, self._stored = depends, stored
-        self._waiting: dict[int, None] = {}
-        self._done: set[int] = set()
-        self.ordered: list[Any] = []
-        for i in range(len(equations)):
-            if i in waits:
-                self._waiting[i] = None
-            else:
-                self._emit(i)
-            for update in list(self._waiting):
-                if all(self._done.issuperset(others) for others in waits[update].values()):
-                    self._emit(update)
-        for update in list(self._waiting):
-            self._emit(update)
-
-    def _emit(self, i: int) -> None:
-        if i in self._done:
+    def emit(i: int) -> None:
+        if i in done:
             return
-        self._waiting.pop(i, None)
-        equation = self._equations[i]
-        for x in variables(equation.invars) if self._waiting else ():
-            if self._makers.get(x) in self._waiting:
-                self._emit(self._makers[x])
-        waits = self._waits.get(i, {})
-        before = self._done.intersection(chain(*waits.values()))
-        if before:
-            numbers = [x for x, others in waits.items() if not before.isdisjoint(others)]
-            barrier, equation = _behind(equation, numbers, self._last_of(before))
-            self.ordered.append(barrier)
-        self.ordered.append(equation)
-        self._done.add(i)
+        waiting.pop(i, None)
+        equation, overwritten = equations[i], waits.get(i, {})
+        for x in variables(equation.invars) if waiting else ():
+            if makers.get(x) in waiting:
+                emit(makers[x])
+        if before := done.intersection(chain(*overwritten.values())):
+            numbers = [x for x, others in overwritten.items() if not before.isdisjoint(others)]
+            barrier, equation = _behind(equation, numbers, last_of(before))
+            ordered.append(barrier)
+        ordered.append(equation)
+        done.add(i)
 
-    def _last_of(self, readers: Iterable[int]) -> list[Any]:
-        """Returns a variable of each of these equations that no other one of them depends on.
-
-        What another one needs it may overwrite, and XLA would copy that for the barrier. It is the
-        largest, a matrix: XLA finishes reductions.
-        """
-        ordered = sorted(readers)
-        last = [i for i in ordered if not any(self._depends(x, i) for x in ordered if x != i)]
-        read = ([x for x in self._equations[i].outvars if x in self._stored] for i in last)
-        return [max(outputs, key=lambda x: x.aval.size) for outputs in read]
+    for i in range(len(equations)):
+        if i in waits:
+            waiting[i] = None
+        else:
+            emit(i)
+        for update in list(waiting):
+            if all(done.issuperset(others) for others in waits[update].values()):
+                emit(update)
+    for update in list(waiting):
+        emit(update)
+    return ordered
 
 
 def _behind(update: Any, numbers: Sequence[int], others: Sequence[Any]) -> tuple[Any, Any]:

@@ -50,21 +50,8 @@ class Regions:
         self._by_bit = self._paired()
         self._owners = self._given_owners()
         self._stored = Stored(dependences, self._by_bit, self._owners)
-        self.regions: list[Region] = []
-        self._complete(self._by_bit.values())
-
-    def leave_sums(self, unsummed: Iterable[tuple[int, Along]]) -> None:
-        """Leaves to XLA what regions of these products reduce along these axes.
-
-        All is then as if these had been `unsummed` from the first; what that does not change stays.
-        """
-        self._unsummed.update(unsummed)
-        sums = ((x, owner) for x, owner in self._owners.items() if self.dependences.reduces(x))
-        left = {x: owner for x, owner in sums if self._owner(x) is None}
-        for x in left:
-            del self._owners[x]
-        everything_moves = self._stored.leave(left)
-        self._complete(self._by_bit.values() if everything_moves else left.values())
+        self.regions = self._completed()
+        self._find_last_read()
 
     # Gates, and owners.
 
@@ -104,13 +91,12 @@ class Regions:
 
     def _given_owners(self) -> dict[Any, Region]:
         """Returns, by variable that is read, the region that stores it; XLA computes the others."""
-        in_passing = self._found_in_passing()
-        owners = {x: self._owner(x) for x in self.dependences.read if x not in in_passing}
-        return {x: region for x, region in owners.items() if region}
-
-    def _owner(self, variable: Any) -> Region | None:
-        candidates = self._candidates(variable)
-        return next((x for x in candidates if self._computes(x, variable)), None)
+        in_passing, owners = self._found_in_passing(), dict[Any, Region]()
+        for variable in self.dependences.read:
+            candidates = self._candidates(variable) if variable not in in_passing else ()
+            if region := next((x for x in candidates if self._computes(x, variable)), None):
+                owners[variable] = region
+        return owners
 
     def _found_in_passing(self) -> set[Any]:
         """Returns statistics of rows that XLA finds in the one pass that needs them.
@@ -188,16 +174,12 @@ class Regions:
 
     # The whole of each region.
 
-    def _complete(self, changed: Iterable[Region]) -> None:
-        """Fills regions in, and finds which are more than a product."""
-        owned: dict[Region, list[Any]] = {x: [] for x in changed}
+    def _completed(self) -> list[Region]:
+        """Fills regions in, and returns those that are more than a product."""
+        owned: dict[Region, list[Any]] = {x: [] for x in self._by_bit.values()}
         for variable, region in self._owners.items():
-            if region in owned:
-                owned[region].append(variable)
-        found = {x for x in self.regions if x not in owned}
-        found.update(x for x in owned if self._fill(x, owned[x]))
-        self.regions = [x for x in dict.fromkeys(self._by_bit.values()) if x in found]
-        self._find_last_read()
+            owned[region].append(variable)
+        return [x for x, variables in owned.items() if self._fill(x, variables)]
 
     def _fill(self, region: Region, owned: Sequence[Any]) -> bool:
         """Fills in a region, which owns these variables; False if it has nothing but a product."""

@@ -47,34 +47,8 @@ class Stored:
         self._equations, self._inputs = dependences.program.equations, dependences.program.inputs
         self.variables: set[Any] = set(dependences.read)
         self.kept: dict[Region, list[Any]] = {}
-        self._needs = self._needs_of_all()
-        self._needed: dict[Region, _Needs] = {}  # of these, those by all
-        self._find_kept()
-
-    def leave(self, left: dict[Any, Region]) -> bool:
-        """Lets XLA compute variables that regions stored; returns whether these keep others now.
-
-        Args:
-          left: by variable, the region that was its owner.
-        """
-        self.variables, kept = set(self._dependences.read), self.kept
-        for owner in set(left.values()):
-            wanted = [x for x, region in self._owners.items() if region is owner]
-            self._needs[owner] = self._needs_of(owner, wanted)
-        _add(self._needs[None], self._needs_of(None, left))
-        self._find_kept()
-        return self.kept != kept
-
-    def _find_kept(self) -> None:
-        """Finds what each region keeps, the first products first."""
-        needed: dict[Region, _Needs] = defaultdict(_Needs)
-        for needs in self._needs.values():
-            _add(needed, needs)
-        if needed == self._needed:
-            self.variables.update(*self.kept.values())
-            return
-        self._needed, self.kept = needed, {}
-        for region in sorted(needed, key=lambda region: region.bits):
+        needed = self._needed()
+        for region in sorted(needed, key=lambda region: region.bits):  # the first products first
             if kept := self._least(region, needed[region]):
                 self.kept[region] = kept
                 self.variables.update(kept)
@@ -106,40 +80,30 @@ class Stored:
                 yield number, inputs
                 pending += inputs
 
-    def _needs_of_all(self) -> dict[Region | None, dict[Region, _Needs]]:
-        """Returns, by who computes what is read, what that needs of regions; None: XLA."""
+    def _needed(self) -> dict[Region, _Needs]:
+        """Returns, by region, what others compute of its variables that are not stored yet."""
         cones = self._dependences.cone
-        self._unstored = {x: cone for x, cone in cones.items() if x not in self.variables}
-        owned: dict[Region | None, list[Any]] = {None: []}
+        unstored = {x: cone for x, cone in cones.items() if x not in self.variables}
+        owned: dict[Region | None, list[Any]] = {None: []}  # by who computes; None: XLA
         for variable in self._dependences.read:
             owned.setdefault(self._owners.get(variable), []).append(variable)
         owned[None] += self._dependences.passing
-        needs = {owner: self._needs_of(owner, wanted) for owner, wanted in owned.items()}
+        needed: dict[Region, _Needs] = defaultdict(_Needs)
+        for owner, wanted in owned.items():
+            bits = owner.bits if owner else 0
+            for number, inputs in self.slice(wanted, owner):
+                by_owner = bits and cones.get(self._equations[number].outvars[0], 0) & bits
+                for x in inputs:
+                    if x in unstored and not (cone := unstored[x]) & bits:
+                        need = needed[self._regions[cone.bit_length() - 1]]
+                        if by_owner:
+                            need.variables.add(x)
+                        else:
+                            need.equations.add(number)
         for variable in self._dependences.passing:
             if region := self._last_region(variable):
-                needs[None][region].variables.add(variable)
-        return needs
-
-    def _needs_of(self, owner: Region | None, wanted: Iterable[Any]) -> dict[Region, _Needs]:
-        """Returns, by region, what is computed of its variables that are not stored yet.
-
-        Args:
-          owner: which computes; None: XLA.
-          wanted: what it computes.
-        """
-        cones, regions, unstored = self._dependences.cone, self._regions, self._unstored
-        needs: dict[Region, _Needs] = defaultdict(_Needs)
-        bits = owner.bits if owner else 0
-        for number, inputs in self.slice(wanted, owner):
-            by_owner = bits and cones.get(self._equations[number].outvars[0], 0) & bits
-            for x in inputs:
-                if x in unstored and not (cone := unstored[x]) & bits:
-                    need = needs[regions[cone.bit_length() - 1]]
-                    if by_owner:
-                        need.variables.add(x)
-                    else:
-                        need.equations.add(number)
-        return needs
+                needed[region].variables.add(variable)
+        return needed
 
     def _last_region(self, variable: Any) -> Region | None:
         """Returns that of the last product which a variable depends on elementwise."""
@@ -199,9 +163,3 @@ class Stored:
 
 def _bytes_of(stored: Iterable[Any]) -> int:
     return sum(BOOL_BYTES if x.aval.dtype == bool else x.aval.dtype.itemsize for x in stored)
-
-
-def _add(needs: dict[Region, _Needs], others: dict[Region, _Needs]) -> None:
-    for region, other in others.items():
-        needs[region].equations |= other.equations
-        needs[region].variables |= other.variables

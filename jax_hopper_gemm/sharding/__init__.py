@@ -12,7 +12,6 @@ from .choose_shards import Factors as Factors
 from .custom_call import TARGET as TARGET
 from .custom_call import applies as applies
 from .custom_call import emit as emit
-from .custom_call import on_cpu as on_cpu
 from .custom_call import product_at as product_at
 from .custom_call import register as register
 from .shard import ShardContext as ShardContext

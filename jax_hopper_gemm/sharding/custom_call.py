@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import Any
@@ -153,7 +152,6 @@ def constrained(
 
 _programs: dict[str, Program] = {}
 _readers: dict[str, Reader] = {}
-_replace: Callable[[Program, Sequence[Any]], Program] | None = None  # see `on_cpu`
 
 
 def register(name: str, program: Program, reader: Reader | None = None) -> None:
@@ -164,24 +162,6 @@ def register(name: str, program: Program, reader: Reader | None = None) -> None:
     _programs[name] = program
     if reader:
         _readers[name] = reader
-
-
-@contextmanager
-def on_cpu(replace: Callable[[Program, Sequence[Any]], Program] | None = None) -> Iterator[None]:
-    """Takes part in programs for the CPU, too, in all threads: tests and tools have no GPUs.
-
-    Args:
-      replace: gets each shard's program, a function of the shards, and their abstract values, and
-        returns the program to lower in its place. Then none comes from the cache.
-    """
-    global _replace
-    outside, _replace = _replace, replace
-    PLATFORMS.append(("cpu",))
-    try:
-        yield
-    finally:
-        PLATFORMS.remove(("cpu",))
-        _replace = outside
 
 
 def _partition(
@@ -200,8 +180,7 @@ def _partition(
         tuple(mesh.axes_of(sharding)) if is_plain(sharding) else ((),) * len(shape)
         for sharding, (shape, _) in zip(shardings, arrays, strict=True)
     )
-    answer = _answer if _replace is None else _answer.__wrapped__
-    program, axes = answer(mesh, arrays, given, config, CONFIG.jax_enable_x64)
+    program, axes = _answer(mesh, arrays, given, config, CONFIG.jax_enable_x64)
     found = [mesh.sharding(each) for each in axes]
     wanted, results = found[: len(arg_shapes)], found[len(arg_shapes) :]
     if several:
@@ -262,8 +241,7 @@ def _lowered(
 
     def lowered() -> Any:
         with jax.enable_x64(x64), lowering_shard():
-            run = program if _replace is None else _replace(program, shards)
-            function = jax.jit(lambda *operands: list(run(*operands)), keep_unused=True)
+            function = jax.jit(lambda *operands: list(program(*operands)), keep_unused=True)
             lowering = function.trace(*shards).lower(lowering_platforms=platforms)
             return lowering.compiler_ir("stablehlo")
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.partitioned import on_cpu
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.ops import gated_linear_unit, matmul, ragged_dot
-from jax_hopper_gemm.sharding import on_cpu
 from jax_hopper_gemm.testing.lowered import specs_of
 
 AXIS = "x"  # of the mesh
