@@ -22,6 +22,7 @@ A, B = bf16(128, 64), bf16(64, 32)
 NO_BATCH = ((), ())
 MATMUL: Any = jhg.matmul  # taken with arguments of other types than it declares
 EINSUM: Any = jhg.einsum
+LIST: Any = [1]
 
 CASES = [
     (lambda: jhg.matmul(bf16(128, 64), bf16(32, 64)), ValueError,
@@ -105,7 +106,7 @@ CASES = [
     (lambda: EINSUM("mk,kn->mn", None, "b"), TypeError,
      "einsum: lhs is a NoneType, expected an array: convert it with jnp.asarray; "
      "rhs is a str, expected an array: convert it with jnp.asarray"),
-    (lambda: EINSUM("mk,kn->mn", A, jhg.Quantized([1], B)), TypeError,
+    (lambda: EINSUM("mk,kn->mn", A, jhg.Quantized(LIST, B)), TypeError,
      "einsum: rhs.values is a list, expected an array: convert it with jnp.asarray"),
     (lambda: jhg.einsum("mk,kn->mo", A, B), ValueError,
      "einsum: 'o' in 'mk,kn->mo' is an axis of the result alone"),

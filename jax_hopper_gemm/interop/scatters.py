@@ -59,7 +59,7 @@ def _is_zero(equation: Any) -> bool:
     if equation.primitive is not lax.broadcast_in_dim_p:
         return False
     x: Any = equation.invars[0]
-    return isinstance(x, Literal) and not x.aval.ndim and not x.val
+    return not x.aval.ndim and isinstance(x, Literal) and not x.val
 
 
 def _is_pick(equation: Any) -> bool:
