@@ -47,6 +47,14 @@ def test_a_gate_of_one_array_reads_it_where_it_lies(axis, order, copied):
     assert ("stablehlo.slice" in lowered(jhg.accelerate(function), X, weights(axis))) == copied
 
 
+def test_weights_of_a_gate_may_be_made_of_a_number():
+    def function(x: Any, w: Any) -> Any:
+        return jax.nn.silu(x @ (2 * w)) * (x @ jnp.ones_like(w))
+
+    ((num_b, *_),) = products(function, X, jax.ShapeDtypeStruct((K, N), BF16))
+    assert num_b == 2
+
+
 def test_the_report_says_what_a_gate_of_one_array_saves():
     of_one = jhg.explain(gate, X, weights(0))
     of_two = jhg.explain(lambda x, w: gate(x, w, order=(1, 0)), X, weights(0))

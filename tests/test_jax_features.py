@@ -17,6 +17,7 @@ from jax_hopper_gemm import moe, recipes
 A = jnp.ones((8, 16), jnp.bfloat16)
 B = jnp.ones((16, 8), jnp.bfloat16)
 SIZES = jnp.array([3, 5])
+ROWS = jnp.arange(64).reshape(8, 8).astype(A.dtype) / 64
 
 
 class Convertible:
@@ -116,3 +117,26 @@ def test_einsum_converts_objects_as_jax_does():
     operand: Any = Convertible(A)
     got = jhg.einsum("mk,kn->mn", operand, B)
     np.testing.assert_array_equal(got, lax.dot(A, B))
+
+
+# Arrays that a program closes over as its equations hold them, as later versions of JAX will.
+
+
+@pytest.fixture
+def held_by_equations():
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    yield
+    jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
+
+def test_accelerate_fuses_arrays_that_equations_hold(held_by_equations, all_fused):
+    def function(a: jax.Array) -> Any:
+        rows = jax.nn.silu(lax.ragged_dot(a, jnp.stack((B, B)), SIZES)) + ROWS
+        gated = jax.nn.silu(a @ B) * (a @ (2 * B)) + ROWS
+        called = jax.jit(lambda y: (ROWS, jnp.tanh(y)))(ROWS.T @ a @ (2 * B))
+        return rows, gated, called, ROWS.at[SIZES].add(a[:2] @ B)
+
+    ours = jax.jit(jhg.accelerate(function))(A)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-2), ours, jax.jit(function)(A))
+    traced = jax.make_jaxpr(jhg.accelerate(function))(A)
+    assert "hopper_fused" in str(traced)

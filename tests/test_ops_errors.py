@@ -22,6 +22,7 @@ A, B = bf16(128, 64), bf16(64, 32)
 NO_BATCH = ((), ())
 MATMUL: Any = jhg.matmul  # taken with arguments of other types than it declares
 EINSUM: Any = jhg.einsum
+LIST: Any = [1]
 
 CASES = [
     (lambda: jhg.matmul(bf16(128, 64), bf16(32, 64)), ValueError,
@@ -102,6 +103,13 @@ CASES = [
      "leave the recipe out"),
     (lambda: EINSUM(A, B), TypeError,
      "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'"),
+    (lambda: EINSUM("mk,kn->mn", None, "b"), TypeError,
+     "einsum: lhs is a NoneType, expected an array: convert it with jnp.asarray; "
+     "rhs is a str, expected an array: convert it with jnp.asarray"),
+    (lambda: EINSUM("mk,kn->mn", A, jhg.Quantized(LIST, B)), TypeError,
+     "einsum: rhs.values is a list, expected an array: convert it with jnp.asarray"),
+    (lambda: jhg.einsum("mk,kn->mo", A, B), ValueError,
+     "einsum: 'o' in 'mk,kn->mo' is an axis of the result alone"),
     (lambda: jhg.matmul(A, B, implementation="hopper"), NotImplementedError,
      "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
      "another platform. With implementation=None it runs on either."),

@@ -45,11 +45,12 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     """
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)
-    equations, results = inlined(equations, results)
+    held: dict[int, Any] = {}
+    equations, results = inlined(equations, results, held)
     whole = set[Any]()  # results of products that do not stand as two
     while True:
         try:
-            return _fused(*with_halves(equations, results, whole))
+            return with_constants(*_fused(*with_halves(equations, results, whole)), held)
         except _NoGate as error:
             whole.update(error.products)
 
@@ -99,17 +100,28 @@ def _fused(
         search = Regions(dependences, apart, unsummed)
 
 
-def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def inlined(
+    equations: Iterable[Any], results: Iterable[Any], held: dict[int, Any]
+) -> tuple[list[Any], list[Any]]:
     """Returns the same equations and results with elementwise calls replaced by what they call.
 
     Functions of JAX are calls, and after a derivative have what it needs as further results.
     Equations that nothing reads are left out.
+
+    Args:
+      held: gets for each array that an equation holds, as some versions of JAX write those that a
+        function closes over, the variable that stands for it.
     """
     names: dict[Any, Any] = {}
     new: list[Any] = []
 
     def read(atoms: Iterable[Any]) -> list[Any]:
-        return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+        return [literal(x) if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+
+    def literal(atom: Any) -> Any:
+        if not atom.aval.ndim:
+            return atom
+        return held.setdefault(id(atom.val), (Var(atom.aval), atom))[0]
 
     def add(equations: Iterable[Any], within: Any = None) -> None:
         for equation in equations:
@@ -141,6 +153,20 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
             live.update(variables(equation.invars))
             kept.append(equation)
     return kept[::-1], results
+
+
+def with_constants(
+    equations: list[Any], results: list[Any], held: dict[int, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns equations and results with the arrays that `inlined` put variables for."""
+    names = dict(held.values())
+
+    def put(atoms: Iterable[Any]) -> list[Any]:
+        return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+
+    if names:
+        equations = [equation.replace(invars=put(equation.invars)) for equation in equations]
+    return equations, put(results)
 
 
 class _Launches:

@@ -54,8 +54,10 @@ def _half(x: Any, makers: dict[Any, Any]) -> tuple[Any, int, int] | None:
     None where it is none.
     """
     squeeze: Any = makers.get(x)
-    cut = makers.get(squeeze.invars[0]) if squeeze else None
-    if cut is None or (squeeze.primitive, cut.primitive) != (lax.squeeze_p, lax.slice_p):
+    if squeeze is None or squeeze.primitive is not lax.squeeze_p:
+        return None
+    cut = makers.get(squeeze.invars[0])
+    if cut is None or cut.primitive is not lax.slice_p:
         return None
     (array,), axes = cut.invars, squeeze.params["dimensions"]
     shape, kept = array.aval.shape, cut.outvars[0].aval.shape

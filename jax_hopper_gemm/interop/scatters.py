@@ -24,6 +24,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ..fusion.jaxprs import spliced, traced
+from ..fusion.residuals import variables
 from ..gemm.dtypes import HALVES
 from ..primitives.rows import add_rows_p
 
@@ -41,7 +42,8 @@ def _replaced(
     for equation in equations:
         if _is_zero(equation):
             zeros.update(equation.outvars)
-        if equation.primitive is lax.scatter_add_p and equation.invars[0] in zeros:
+        to = variables(equation.invars[:1])
+        if equation.primitive is lax.scatter_add_p and not zeros.isdisjoint(to):
             one_device = not any(x.aval.sharding.mesh.explicit_axes for x in equation.invars)
             if one_device and chosen(equation):
                 with equation.ctx.manager:  # of its mesh
@@ -56,7 +58,8 @@ def _is_zero(equation: Any) -> bool:
     """Whether an equation makes an array of zeros."""
     if equation.primitive is not lax.broadcast_in_dim_p:
         return False
-    return isinstance(equation.invars[0], Literal) and not equation.invars[0].val
+    x: Any = equation.invars[0]
+    return not x.aval.ndim and isinstance(x, Literal) and not x.val
 
 
 def _is_pick(equation: Any) -> bool:

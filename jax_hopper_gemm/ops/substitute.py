@@ -126,9 +126,11 @@ def _transposes_of_products(
     """Returns, by the variable of a product, the transposes that alone use it, one the other."""
     uses = _uses(jaxpr)
     transposes = {
-        equation.invars[0]: equation
+        x: equation
         for equation in jaxpr.eqns
-        if equation.primitive is lax.transpose_p and uses[equation.invars[0]] == 1
+        if equation.primitive is lax.transpose_p
+        for x in equation.invars
+        if not isinstance(x, Literal) and uses[x] == 1
     }
     chains: dict[Any, list[Any]] = {}
     for equation in jaxpr.eqns:

@@ -32,6 +32,7 @@ def weights_of_dot(
     """Returns the operands, weights as arrays, and scales and an offset beside the result."""
     if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
         return (lhs, rhs), {}
+    blocks_of(op, *(("lhs", lhs) if isinstance(lhs, Quantized) else ("rhs", rhs)))  # are arrays
     left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
     contracted, batch = checks.checked_axes(op, left, right, dimension_numbers)
     if len(contracted[0]) != 1:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...gemm.subscripts import Subscripts
-from .arguments import COMPLEX, activation_problems, bits, kind, strong_dtype
+from .arguments import COMPLEX, activation_problems, bits, is_array, kind, strong_dtype
 from .wording import counted, describe, differ, fail
 
 
@@ -211,16 +211,18 @@ def check_einsum(subscripts: Any, operands: Sequence[Any], epilogue: Any = None)
             f"einsum: subscripts is a {type(subscripts).__name__}, expected a string such as "
             "'mk,kn->mn'"
         )
-    inputs = subscripts.replace(" ", "").split("->")[0].split(",")
-    problems, came = [], counted(operands, "operand")
+    named, _, out = subscripts.replace(" ", "").partition("->")
+    inputs, came = named.split(","), counted(operands, "operand")
+    strange = sorted({*out} - {*named, *".->"})
+    problems = [f"{x!r} in {subscripts!r} is an axis of the result alone" for x in strange]
     if len(inputs) != len(operands):
         problems.append(f"subscripts {subscripts!r} name {counted(inputs, 'operand')}, {came} came")
     if epilogue is not None and len(operands) != 2:
         problems.append(f"{came} came with an epilogue, which follows a product of two")
     extents: dict[str, Any] = {}
     for labels, x in zip(inputs, operands, strict=False):
-        if "." in labels:  # jnp.einsum checks what an ellipsis stands for
-            continue
+        if "." in labels or not is_array(getattr(x, "values", x)):
+            continue  # jnp.einsum checks what an ellipsis stands for, `as_arrays` what is an array
         if len(labels) != np.ndim(x):
             problems.append(
                 f"subscripts {labels!r} name {len(labels)} axes of an operand that is {describe(x)}"
