@@ -320,8 +320,8 @@ FUNCTIONS_OF_ROWS: dict[str, tuple[Any, Any]] = {
         lambda x, w, b: (jax.lax.ragged_dot(x, w, SIZES) + b[0])[:8],
     ),
     "bias": (
-        lambda x, w, b: jhg.ragged_dot(x, w, SIZES, bias=b, activation="tanh"),
-        lambda x, w, b: jnp.tanh(reference_of_rows(x, w, b)),
+        lambda x, w, b: jhg.ragged_dot(x, w, SIZES, bias=b, activation="relu"),
+        lambda x, w, b: jax.nn.relu(reference_of_rows(x, w, b)),
     ),
     "gated": (
         lambda x, w, b: jhg.gated_linear_unit(
