@@ -182,7 +182,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
         alike = replace(config, warp_schedule="cooperative", short_boxes=False, evict_first=None)
         num_stages = simt.NUM_STAGES[config.k_bytes // simt.ITEMSIZE]
         spec = with_rings(alike, problem_type, num_stages=num_stages)
-        return None if configuration_violations(spec) else spec
+        return None if any(configuration_violations(spec)) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
     narrow = None
     for epi_tile_n in _widths(config, problem_type, loads):
@@ -190,7 +190,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             config, problem_type, num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
             epi_load_stages=2 if loads else 0,
         )  # fmt: skip
-        if configuration_violations(fewest):
+        if any(configuration_violations(fewest)):
             continue
         spec = _filled(fewest)
         if spec.num_stages > MIN_STAGES or spec.epi_tile_n >= WIDE_EPI_TILE:

@@ -90,23 +90,20 @@ def violations(spec: GemmSpec) -> list[str]:
     policies = _simt_violations if spec.simt_width else _policy_violations
     if reasons := [*type_violations(ProblemType.of_spec(spec))]:
         return [*reasons, *policies(spec)]
-    return configuration_violations(spec)
+    return [*configuration_violations(spec)]
 
 
-def configuration_violations(spec: GemmSpec) -> list[str]:
-    """Returns the same of a spec for a type of problems that some kernel runs."""
+def configuration_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields the same of a spec for a type of problems that some kernel runs."""
     if spec.simt_width:
-        return [*_simt_violations(spec)]
+        yield from _simt_violations(spec)
+        return
     if reasons := [*_policy_violations(spec)]:  # what follows does arithmetic on the fields
-        return reasons
+        yield from reasons
+        return
     checks = _register_violations, _epilogue_tile_violations, _group_violations, memory_violations
-    return [reason for check in checks for reason in check(spec)]
-
-
-def is_configured(spec: GemmSpec) -> bool:
-    """Returns whether there are none, for a kernel of wgmma; the first ends the search."""
-    checks = _policy_violations, _epilogue_tile_violations, _group_violations, _register_violations
-    return not any(True for check in (*checks, memory_violations) for _ in check(spec))
+    for check in checks:
+        yield from check(spec)
 
 
 def _policy_violations(spec: GemmSpec) -> Iterator[str]:

@@ -37,7 +37,7 @@ from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm import gemm
 from jax_hopper_gemm.dispatch import H100, H200, table_specs
-from jax_hopper_gemm.gemm.legality import is_configured, violations
+from jax_hopper_gemm.gemm.legality import configuration_violations, violations
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.type_legality import type_violations
@@ -383,7 +383,7 @@ def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> li
         _settle(choice, fixed)
         if not _type_is_legal(tuple([(field, choice[field]) for field in of_type])):
             continue
-        if is_configured(spec_of(choice)):
+        if not any(configuration_violations(spec_of(choice))):
             found.append(choice)
             if len(found) == wanted:
                 break
