@@ -263,6 +263,14 @@ def test_products_of_other_dtypes_stay_and_say_so(dtype: str):
     assert found.reason == f"no kernel multiplies {dtype}"
 
 
+def test_a_product_by_a_number_stays_where_a_kernel_is_insisted_on():
+    """As in the gradient of `jnp.vdot`, which no kernel runs."""
+    gradient = jhg.accelerate(jax.grad(jnp.vdot), implementation="hopper")
+    x = integers((4, 8))
+    np.testing.assert_array_equal(gradient(x, x), x)
+    assert products(gradient, x, x) == (0, 1)
+
+
 @pytest.mark.slow
 def test_a_kernel_of_pallas_stays_as_it_is():
     def kernel(x: Any, w: Any, out: Any) -> None:

@@ -171,6 +171,8 @@ def reason_left(
     result = equation.outvars[0].aval.dtype.name
     if lhs.dtype.itemsize == 1 and result not in results_of(lhs.dtype.name):
         return f"no kernel multiplies {lhs.dtype.name} into {result}"
+    if not (lhs.ndim and rhs.ndim):
+        return "it multiplies by a number"  # as the gradient of `jnp.vdot` does
     if equation.primitive.name != RAGGED:
         return None if implementation else _rows_apart(equation, transposes)
     params = equation.params
