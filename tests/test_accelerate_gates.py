@@ -14,6 +14,7 @@ from support.accelerated import products
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.interop import fuse_jaxpr
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 GATE = ["logistic", "mul", "mul"]
@@ -118,6 +119,19 @@ def test_a_product_that_is_cut_in_two_stays_one_where_it_is_no_gate():
         return jax.nn.silu(first[:, : N // 4]) * second[:, : N // 4]
 
     assert products(also_returned, X, w) == products(unequal, X, w) == plain
+
+
+@pytest.mark.parametrize("gate_us", [1.0, 3.0])
+def test_the_gate_of_a_cut_product_is_weighed_against_that_one_product(gate_us, monkeypatch):
+    asked = []
+
+    def expected(launch: Any, alone: Any, *_: Any) -> tuple[float, float]:
+        asked.append([x.rhs_shape for x in alone])
+        return gate_us, 2.0
+
+    monkeypatch.setattr(fuse_jaxpr, "expected_us", expected)
+    ((_, _, names),) = products(lambda x, w: by_split(x, w), X, weights(1))
+    assert asked == [[(K, 2 * N)]] and (names is None) == (gate_us > 2.0)
 
 
 @pytest.mark.usefixtures("all_fused")

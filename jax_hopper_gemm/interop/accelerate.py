@@ -46,12 +46,13 @@ def accelerate(
     Each product takes along the elementwise operations around it where the cost model expects its
     kernel to be faster than XLA with them: bias, activation, residual, mask, cast, sums of columns
     (a bias's gradient) and of rows, statistics of a softmax, the derivative of an activation, the
-    update of a weight by its gradient. Two products of one array that meet become one gated kernel;
-    up to four others of one array, as of query, key and value, that take along the same operations
-    or none, are launched together; several readers of a product become several results of its
-    kernel. What a kernel computes is not rounded in between, unless rows are reduced to statistics
-    that meet it again: it sees the float32 product, and rounds results to the dtypes of the
-    program. So results are those of the program or more exact. XLA computes the rest.
+    update of a weight by its gradient. Two products of one array that meet become one gated kernel,
+    and so does one that is cut into halves which meet; up to four others of one array, as of query,
+    key and value, that take along the same operations or none, are launched together; several
+    readers of a product become several results of its kernel. What a kernel computes is not rounded
+    in between, unless rows are reduced to statistics that meet it again: it sees the float32
+    product, and rounds results to the dtypes of the program. So results are those of the program or
+    more exact. XLA computes the rest.
 
     Inner programs are rewritten too: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`, `cond`,
     `shard_map`, and functions with a custom derivative, together with its rule, if the function

@@ -8,16 +8,12 @@ set has some dozens (https://doi.org/10.1145/1883612.1883618).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from support.buildable import epilogue_specs
 from support.choices import (
@@ -34,8 +30,8 @@ from support.choices import (
 )
 from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
+from support.remembered import remembered
 
-from jax_hopper_gemm import gemm
 from jax_hopper_gemm.dispatch import H100, H200, table_specs
 from jax_hopper_gemm.gemm.legality import configuration_violations, violations
 from jax_hopper_gemm.gemm.problem_type import ProblemType
@@ -279,29 +275,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
 
 def _covering(*several: dict[str, tuple]) -> tuple[GemmSpec, ...]:
     """Returns sets that cover all pairs of legal choices, one set after the other."""
-    return tuple(spec for choices in several for spec in _remembered(choices))
-
-
-@cache
-def _sources() -> bytes:
-    """Returns a digest of the sources that decide which specs cover all pairs."""
-    folders = Path(__file__).parent, Path(gemm.__file__).parent
-    files = sorted(path for folder in folders for path in folder.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
-
-
-def _remembered(choices: dict[str, tuple]) -> tuple[GemmSpec, ...]:
-    """Returns `_covering_one`, of another process where one has found it: it takes seconds."""
-    name = hashlib.sha256(_sources() + repr(choices).encode()).hexdigest()
-    path = Path(__file__).parent / "__pycache__" / f"covering-{name[:32]}.json"
-    if path.exists():
-        return tuple(GemmSpec.from_json(text) for text in json.loads(path.read_text()))
-    found = _covering_one(choices)
-    path.parent.mkdir(exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps([spec.to_json() for spec in found]))
-    draft.replace(path)
-    return found
+    return tuple(spec for choices in several for spec in remembered(_covering_one, choices))
 
 
 def _covering_one(choices: dict[str, tuple]) -> tuple[GemmSpec, ...]:
