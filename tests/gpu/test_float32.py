@@ -10,7 +10,18 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from support import bounds, cases, cutting, float32, graphs, grouped, outcome, reference, trial
+from support import (
+    bounds,
+    cases,
+    cutting,
+    float32,
+    graphs,
+    grouped,
+    numbers,
+    outcome,
+    reference,
+    trial,
+)
 from support.float32 import NORMS, PROGRAMS
 from support.policies import parts_specs, tf32_specs
 
@@ -45,7 +56,7 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
 )
 def test_a_long_sum_has_the_digits_of_its_terms(spec, problem, gpu, checked):
     problem = replace(problem, bf16_terms=spec.bf16_terms)
-    inputs = cases.normal_inputs(problem, 0, 1.0)
+    inputs = numbers.normal_inputs(problem, 0, 1.0)
     (result,) = trial.run_all(gpu, problem, spec, RasterOrder(), inputs, repeats=3)
     exact = reference.product(inputs.a, inputs.b[0])
     magnitude = reference.magnitude(inputs.a, inputs.b[0])
@@ -85,7 +96,7 @@ def test_kernels_cut_float32_as_numpy_does(case, gpu, checked):
 def test_special_values(gpu):
     spec, problem = next(case for case in float32.long_cases() if case[0].bf16_terms == 6)
     problem = replace(problem, bf16_terms=6)
-    inputs = cases.normal_inputs(problem, 0, 1.0)
+    inputs = numbers.normal_inputs(problem, 0, 1.0)
     inputs = replace(inputs, a=inputs.a.copy())
     inputs.a[0, 3, 5], inputs.a[0, 4, 6] = np.nan, np.inf
     inputs.a[0, 5] = np.float32(2.0**-100)

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import bounds, cases, graphs, grouped, grouped_results, outcome, reference, trial
+from support import (
+    bounds,
+    cases,
+    graphs,
+    grouped,
+    grouped_results,
+    numbers,
+    outcome,
+    reference,
+    trial,
+)
 from support.casts import cast, same
 from support.policies import converted_specs, converted_variants
 from support.weights import CASES, PROGRAMS, number_specs
@@ -29,12 +39,12 @@ def check(gpu, spec, problem, raster_order, seed, num_sms: int | None = FEW_SMS)
     """
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     what = f"{spec.name} on {problem} along {raster_order}"
-    for make in (cases.integer_inputs, cases.normal_inputs):
+    for make in (numbers.integer_inputs, numbers.normal_inputs):
         inputs = make(problem, seed)
         if spec.k_group:
-            inputs = cases.scale_inputs(problem, inputs, seed)
+            inputs = numbers.scale_inputs(problem, inputs, seed)
         results = trial.run_all(gpu, problem, spec, raster_order, inputs, 2, num_sms)
-        exact = make is cases.integer_inputs and graphs.is_exact(spec.graph)
+        exact = make is numbers.integer_inputs and graphs.is_exact(spec.graph)
         if spec.k_group:
             check_scaled(problem, spec, inputs, results[0], exact, what)
         elif exact:
@@ -77,7 +87,7 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
         problem, inputs = case.problem, case.inputs()
         assert problem_violations(problem) + pairing_violations(problem, spec) == []
         if spec.k_group:
-            inputs = cases.scale_inputs(problem, inputs, 0)
+            inputs = numbers.scale_inputs(problem, inputs, 0)
         results = trial.run_all(gpu, problem, spec, case.raster_order, inputs, 2, num_sms=FEW_SMS)
         if not spec.k_group:
             case.check(inputs, results)
@@ -95,11 +105,11 @@ def test_every_number_is_converted_exactly(spec, gpu, checked):
     major, dtype, half = spec.b_major, spec.b_dtype, spec.a_dtype
     k = n = 256
     bits = 4 if dtype == "int4" else 8
-    numbers = np.arange(1 << bits)
+    codes = np.arange(1 << bits)
     if dtype == "int4":
-        values = (numbers - 8).astype(jnp.dtype(dtype))
+        values = (codes - 8).astype(jnp.dtype(dtype))
     else:
-        values = numbers.astype(np.uint8).view(jnp.dtype(dtype))
+        values = codes.astype(np.uint8).view(jnp.dtype(dtype))
     diagonal = np.zeros((k, n), values.dtype)
     diagonal[np.arange(k), np.arange(n)] = np.resize(values, k)
     problem = cases.replace(

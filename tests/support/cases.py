@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from support.places import Operand, Place, factor_places
-from support.trial import Inputs
+from support.places import Operand
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.gemm.spec import PROMOTION_K, GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.canonical import scale_shape
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 _MAX_ELEMENTS = 1 << 26  # of one operand
 STACK = 3  # matrices
-_POOL = 4_000_037  # random numbers that operands are cut from; prime, so that rows differ
 
 
 def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
@@ -187,55 +184,6 @@ def random_problem(
     return problem, RasterOrder(rng.choice(("m", "n")), rng.randint(1, 16))
 
 
-def integers(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A (L, M, K) and B (L, K, N) of integers from -3 to 3: their product is exact."""
-    inputs = integer_inputs(problem, seed)
-    return inputs.a, inputs.b[0]
-
-
-def normals(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A (L, M, K) and B (L, K, N) of normal random numbers."""
-    inputs = normal_inputs(problem, seed, 1.0)
-    return inputs.a, inputs.b[0]
-
-
-def integer_inputs(problem: GemmProblem, seed: int) -> Inputs:
-    """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
-    return _inputs(problem, _integer_pool(seed))
-
-
-def scale_inputs(problem: GemmProblem, inputs: Inputs, seed: int) -> Inputs:
-    """Returns inputs with scales, powers of two; NaNs where there is no block."""
-    rng, found = np.random.default_rng(seed), []
-    if problem.k_group:
-        shape = (
-            problem.l if problem.b.batch_stride else 1, ceil_div(problem.k, problem.k_group),
-            problem.n,
-        )  # fmt: skip
-        count = problem.graph.accumulators
-        arrays = np.exp2(rng.integers(-2, 3, (count, *shape))).astype(np.float32)
-        return replace(inputs, scales=tuple(arrays))
-    for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
-        assert scales
-        along_k, length = ceil_div(problem.k, PROMOTION_K), scales.k_stride
-        matrices = problem.l if scales.batch_stride else 1
-        array = np.exp2(rng.integers(-2, 3, (matrices, along_k, length))).astype(np.float32)
-        array[..., -(-lines // scales.block) :] = np.nan
-        found.append(array)
-    return replace(inputs, scales=tuple(found))
-
-
-def normal_inputs(problem: GemmProblem, seed: int, spread: float | None = None) -> Inputs:
-    """Returns inputs of normal random numbers, and masks.
-
-    Args:
-      spread: standard deviation of A's elements; None makes that of the product's about 2, where
-        activations bend.
-    """
-    pool = np.roll(_normal_pool(), seed * 9973 % _POOL)
-    return _inputs(problem, pool, 2 / math.sqrt(problem.k) if spread is None else spread)
-
-
 def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarray:
     """Returns rows of D, all or an even spread with both ends, that a reference can afford.
 
@@ -371,33 +319,3 @@ def _extent(rng: random.Random, largest: int) -> int:
     if rng.random() < 0.2:
         return rng.choice(_EDGES)
     return round(math.exp(rng.uniform(0, math.log(largest))))
-
-
-@cache
-def _integer_pool(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-3, 4, _POOL).astype(np.float32)
-
-
-@cache
-def _normal_pool() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(_POOL, np.float32)
-
-
-def _inputs(problem: GemmProblem, pool: np.ndarray, scale: float = 1.0) -> Inputs:
-    """Returns inputs cut from `pool`, A's elements times `scale`."""
-    places = [place for buffer in factor_places(problem) for place in buffer]
-    values = [_cut(place, np.roll(pool, -i * 1009)) for i, place in enumerate(places)]
-    if scale != 1.0:
-        values[0] = (values[0].astype(np.float32) * scale).astype(values[0].dtype)
-    count = 1 + max(problem.graph.accumulators, len(problem.panels))
-    return Inputs(values[0], tuple(values[1:count]), tuple(values[count:]))
-
-
-def _cut(place: Place, pool: np.ndarray) -> np.ndarray:
-    """Returns an array filled from `pool`, over again where it is too short."""
-    batch = place.nest or ((place.shape[0], place.strides[0]),)
-    distinct = [extent if stride else 1 for extent, stride in batch]
-    one = np.resize(pool, (*distinct, *place.shape[1:]))
-    cast = one > 0 if place.dtype == "bool" else one.astype(jnp.dtype(place.dtype))
-    whole = np.broadcast_to(cast, (*(extent for extent, _ in batch), *place.shape[1:]))
-    return whole.reshape(place.shape) if place.nest else whole
