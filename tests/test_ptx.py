@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import cases, counters, cutting, numbers, outcome, panels, policies
+from support import cases, counters, cutting, outcome, panels, policies, random_operands
 from support.compiling import skip_without_compiler
 from support.ptx import arithmetic, quantization
 from support.ptx.gpu import PtxGpu, kernel_of, ptx_of
@@ -170,7 +170,7 @@ def test_the_text_is_the_kernels_and_has_its_parameters():
     with pytest.raises(PtxError, match="parameters"):
         other = ptx_of(LOOSE)
         gpu: Any = PtxGpu(lambda text: other)
-        inputs = numbers.integer_inputs(problem, 0)
+        inputs = random_operands.integer_inputs(problem, 0)
         outcome.run_all(gpu, problem, spec, RasterOrder(), inputs)
 
 

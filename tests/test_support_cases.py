@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from support import cases, numbers, policies, reference
+from support import cases, policies, random_operands, reference
 from support.host_kernels import BY_NAME, EPILOGUE_SPECS
 
 from jax_hopper_gemm.dispatch import problem_violations
@@ -24,7 +24,7 @@ def test_gate_and_up_are_found_in_one_array_and_in_two():
     assert None in offsets and len(offsets) > 1
     for m in range(16):
         problem = cases.padded(spec, m + 1, 64, 64, 2)
-        inputs = numbers.integer_inputs(problem, 0)
+        inputs = random_operands.integer_inputs(problem, 0)
         gate, up = inputs.b
         assert not np.array_equal(gate, up)
         for places in reference.input_places(problem)[1:]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import cases, numbers, outcome, reference
+from support import cases, outcome, random_operands, reference
 from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host
 
 pytestmark = pytest.mark.pure
@@ -38,7 +38,7 @@ def test_float32_arithmetic_is_within_the_bounds_of_an_epilogue():
             continue
         spec = BY_NAME[name]
         problem, _ = cases.edge_problems(spec, 4)[1]
-        inputs = numbers.normal_inputs(problem, 3)
+        inputs = random_operands.normal_inputs(problem, 3)
         results = outcome.exact(problem, spec, inputs)  # NumPy's float32, in another order
         outcome.assert_within_bound(problem, spec, inputs, results, name)
         results[-1][(-1,) * results[-1].ndim] += 100

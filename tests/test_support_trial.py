@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import cases, numbers, outcome, reference, trial
+from support import cases, outcome, random_operands, reference, trial
 from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host, run_on_host
 from support.places import result_places
 from support.recording_driver import SPEC
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 def trial_problem():
     problem, _ = cases.edge_problems(SPEC, num_sms=4)[1]
-    return problem, *numbers.integers(problem, 0)
+    return problem, *random_operands.integers(problem, 0)
 
 
 def test_trial_accepts_a_right_kernel(monkeypatch):

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `gro
 import numpy as np
 from chip.families import arithmetic_of
 from chip.problems import Draw
-from support import cases, graphs, grouped, numbers, outcome, trial
+from support import cases, graphs, grouped, outcome, random_operands, trial
 from support.covering import covering_subset
 from support.gpu import Gpu
 from support.policies import (
@@ -105,9 +105,9 @@ def random_runs(spec: GemmSpec) -> Iterator[tuple[GemmProblem, RasterOrder, tria
         if problem.groups:
             inputs = grouped.integer_inputs(problem, np.array(drawn.sizes, np.int32), seed)
         else:
-            inputs = numbers.integer_inputs(problem, seed)
+            inputs = random_operands.integer_inputs(problem, seed)
         if problem.k_group or problem.a_scales:
-            inputs = numbers.scale_inputs(problem, inputs, seed)
+            inputs = random_operands.scale_inputs(problem, inputs, seed)
         if problem.indexed:
             inputs = replace(inputs, index=np.array([seed % problem.stack], np.int32))
         yield problem, drawn.raster_order, inputs, drawn.num_sms
@@ -137,7 +137,7 @@ def problems_of(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
 def check_plain(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
     """Runs the kernel; yields what was wrong."""
     for problem, raster_order in problems_of(spec):
-        inputs = numbers.integer_inputs(problem, 0)
+        inputs = random_operands.integer_inputs(problem, 0)
         results = trial.run_all(gpu, problem, spec, raster_order, inputs, num_sms=FEW_SMS)
         if not graphs.is_exact(spec.graph):
             continue
@@ -171,7 +171,7 @@ def check_nothing(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
             trial.uploaded(gpu, *parts, FEW_SMS).launch()
     else:
         for problem, raster_order in problems_of(spec):
-            inputs = numbers.integer_inputs(problem, 0)
+            inputs = random_operands.integer_inputs(problem, 0)
             trial.uploaded(gpu, problem, spec, raster_order, inputs, FEW_SMS).launch()
     gpu.synchronize()
     yield from ()

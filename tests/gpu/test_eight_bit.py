@@ -17,9 +17,9 @@ from support import (
     eight_bit,
     grouped,
     grouped_results,
-    numbers,
     operations,
     outcome,
+    random_operands,
     reference,
     trial,
 )
@@ -80,7 +80,7 @@ def test_block_scales_of_groups_are_multiplied_in(spec, gpu, checked):
     for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
         problem = case.problem
         assert problem_violations(problem) + pairing_violations(problem, spec) == []
-        inputs = numbers.scale_inputs(problem, case.inputs(), 0)
+        inputs = random_operands.scale_inputs(problem, case.inputs(), 0)
         (result,) = trial.run_all(gpu, problem, spec, case.raster_order, inputs, 2, num_sms=FEW_SMS)
         a, b = reference.scaled(problem, inputs)
         expected = grouped_results.products(problem, replace(inputs, a=a), b)
@@ -122,7 +122,7 @@ def test_promoted_sums_keep_the_digits_of_float32(gpu, checked):
             256, 256, LONG_K, b_major="k", dtype=spec.a_dtype, d_dtype="float32"
         )
         problem = cases.replace(problem, promoted=spec.promoted)
-        inputs = numbers.normal_inputs(problem, 0, 1.0)
+        inputs = random_operands.normal_inputs(problem, 0, 1.0)
         (result,) = trial.run_all(gpu, problem, spec, RasterOrder(), inputs)
         exact = reference.product(inputs.a, inputs.b[0])
         magnitude = reference.magnitude(inputs.a, inputs.b[0])

@@ -17,8 +17,8 @@ from support import (
     float32,
     graphs,
     grouped,
-    numbers,
     outcome,
+    random_operands,
     reference,
     trial,
 )
@@ -56,7 +56,7 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
 )
 def test_a_long_sum_has_the_digits_of_its_terms(spec, problem, gpu, checked):
     problem = replace(problem, bf16_terms=spec.bf16_terms)
-    inputs = numbers.normal_inputs(problem, 0, 1.0)
+    inputs = random_operands.normal_inputs(problem, 0, 1.0)
     (result,) = trial.run_all(gpu, problem, spec, RasterOrder(), inputs, repeats=3)
     exact = reference.product(inputs.a, inputs.b[0])
     magnitude = reference.magnitude(inputs.a, inputs.b[0])
@@ -96,7 +96,7 @@ def test_kernels_cut_float32_as_numpy_does(case, gpu, checked):
 def test_special_values(gpu):
     spec, problem = next(case for case in float32.long_cases() if case[0].bf16_terms == 6)
     problem = replace(problem, bf16_terms=6)
-    inputs = numbers.normal_inputs(problem, 0, 1.0)
+    inputs = random_operands.normal_inputs(problem, 0, 1.0)
     inputs = replace(inputs, a=inputs.a.copy())
     inputs.a[0, 3, 5], inputs.a[0, 4, 6] = np.nan, np.inf
     inputs.a[0, 5] = np.float32(2.0**-100)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from support import bounds, cases, graphs, numbers, outcome, reference, trial
+from support import bounds, cases, graphs, outcome, random_operands, reference, trial
 from support.policies import (
     chosen_epilogue_specs,
     chosen_specs,
@@ -122,7 +122,7 @@ def test_random_problem_is_right(name, seed, gpu):
 def test_kernel_reads_the_matrix_of_a_stack_that_the_gpu_names(spec, gpu, checked):
     for problem, raster_order in cases.stacked_problems(spec, FEW_SMS):
         assert problem_violations(problem) == []
-        inputs = numbers.integer_inputs(problem, 0)
+        inputs = random_operands.integer_inputs(problem, 0)
         for index in (-5, 0, 1, problem.stack - 1, problem.stack + 7):
             given = replace(inputs, index=np.array([index], np.int32))
             (result,) = trial.run_all(gpu, problem, spec, raster_order, given, num_sms=FEW_SMS)
@@ -138,7 +138,7 @@ def fill_shared_memory_with_nans(gpu, spec):
     """Runs the kernel on whole tiles of NaNs, so that no row of a stage holds numbers."""
     n = spec.d_tile_n * (1 if spec.graph.needs_whole_rows else 3)
     problem = cases.padded(spec, spec.tile_m * gpu.device.num_sms, n, spec.tile_k * spec.num_stages)
-    inputs = numbers.normal_inputs(problem, 0)
+    inputs = random_operands.normal_inputs(problem, 0)
     nans = replace(
         inputs, a=np.full_like(inputs.a, np.nan), b=tuple(np.full_like(b, np.nan) for b in inputs.b)
     )
@@ -168,7 +168,7 @@ def test_large_random_problem_is_within_the_bound_in_some_rows(seed, gpu):
     spec = rng.choice(ALONE)
     problem, raster_order = cases.random_problem(rng, spec)
     assert problem_violations(problem) == []
-    a, b = numbers.normals(problem, seed)
+    a, b = random_operands.normals(problem, seed)
     result = trial.run(gpu, problem, spec, raster_order, a, b)
     assert np.isfinite(result.astype(np.float32)).all(), "not every element was written"
     rows = cases.rows_to_check(problem)

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from support import bounds, numbers, outcome, reference, sgemm, trial
+from support import bounds, outcome, random_operands, reference, sgemm, trial
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -29,7 +29,7 @@ def run(gpu, spec, problem, inputs, repeats=1, order=NARROW):
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_kernel_is_exact_on_integers_and_writes_only_its_results(spec, gpu, checked):
     for seed, problem in enumerate(sgemm.problems(spec)):
-        inputs = numbers.integer_inputs(problem, seed)
+        inputs = random_operands.integer_inputs(problem, seed)
         got = [run(gpu, spec, problem, inputs)]
         outcome.assert_exact(got, outcome.exact(problem, spec, inputs), f"{spec.name} {problem}")
     checked(spec)
@@ -39,7 +39,7 @@ def test_kernel_is_exact_on_integers_and_writes_only_its_results(spec, gpu, chec
 def test_kernel_adds_products_in_the_order_of_k(spec, gpu, checked):
     """Bit for bit. So no tile and no layout changes any."""
     for problem in sgemm.problems(spec)[:2]:
-        inputs = numbers.normal_inputs(problem, 0, 1.0)
+        inputs = random_operands.normal_inputs(problem, 0, 1.0)
         result = run(gpu, spec, problem, inputs)
         expected = sgemm.chain(inputs.a, inputs.b[0])
         np.testing.assert_array_equal(result.view(np.int32), expected.view(np.int32))
@@ -50,7 +50,7 @@ def test_kernel_adds_products_in_the_order_of_k(spec, gpu, checked):
 def test_a_large_product_is_within_the_bound_and_repeats_its_bits(spec, gpu, checked):
     odd = 1 if spec.simt_width == 1 else 0
     problem = sgemm.problem_of(spec, 2048 + odd, 1792 + odd, 2000 + odd)
-    inputs = numbers.normal_inputs(problem, 1, 1.0)
+    inputs = random_operands.normal_inputs(problem, 1, 1.0)
     result = run(gpu, spec, problem, inputs, repeats=20, order=RasterOrder("m", 8))
     exact = reference.product(inputs.a, inputs.b[0])
     magnitude = reference.magnitude(inputs.a, inputs.b[0])
@@ -61,7 +61,7 @@ def test_a_large_product_is_within_the_bound_and_repeats_its_bits(spec, gpu, che
 def test_special_values(gpu):
     spec = LARGE[0]
     problem = sgemm.problem_of(spec, 256, 128, 64)
-    inputs = numbers.normal_inputs(problem, 0, 1.0)
+    inputs = random_operands.normal_inputs(problem, 0, 1.0)
     inputs = replace(inputs, a=inputs.a.copy())
     inputs.a[0, 3, 5], inputs.a[0, 4, 6] = np.nan, np.inf
     inputs.a[0, 5] = np.float32(2.0**-140)  # a subnormal number

@@ -18,7 +18,7 @@ import many_shapes
 import numpy as np
 import pytest
 from processes import run_python
-from support import cases, grouped, numbers, trial
+from support import cases, grouped, random_operands, trial
 from support.gpu import Gpu
 from support.programs import PROGRAMS
 
@@ -90,7 +90,7 @@ def test_kernels_beside_others_that_hold_sms_give_the_same_bits(spec, gpu, hold)
     else:
         problems = cases.split_problems if spec.split_k else cases.edge_problems
         problem, order = problems(spec, num_sms)[-1]
-        inputs = numbers.normal_inputs(problem, 0)
+        inputs = random_operands.normal_inputs(problem, 0)
     on_gpu = trial.uploaded(gpu, problem, spec, order, inputs)
 
     def bits() -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases, numbers, outcome, trial
+from support import cases, outcome, random_operands, trial
 from support.direct import WORKSPACE_GUARD, prepare
 from support.places import result_places
 from support.policies import chosen_specs, split_specs
@@ -39,7 +39,7 @@ def test_parts_of_tiles_add_up_on_a_full_gpu(spec, gpu):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_split_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
     for problem, raster_order in cases.split_problems(spec, FEW_SMS)[1:]:
-        inputs = numbers.normal_inputs(problem, 0)
+        inputs = random_operands.normal_inputs(problem, 0)
         results = trial.run_all(gpu, problem, spec, raster_order, inputs, 20, FEW_SMS)
         outcome.assert_within_bound(problem, spec, inputs, results, spec.name)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import cases, graphs, numbers, outcome, trial
+from support import cases, graphs, outcome, random_operands, trial
 from support.policies import along_n, chosen_specs, transposed_specs
 
 from jax_hopper_gemm.dispatch import problem_violations
@@ -27,7 +27,9 @@ def check(gpu, spec, problem, raster_order, seed, num_sms=FEW_SMS, repeats=1):
     """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     exact = graphs.is_exact(spec.graph)
-    inputs = (numbers.integer_inputs if exact else numbers.normal_inputs)(problem, seed)
+    inputs = (random_operands.integer_inputs if exact else random_operands.normal_inputs)(
+        problem, seed
+    )
     if problem.indexed:
         inputs = replace(inputs, index=np.array([1], np.int32))
     results = trial.run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
@@ -77,7 +79,7 @@ def test_elements_have_the_bits_that_kernels_give_them_which_store_d_along_n(spe
     """A row's bits must not depend on which of them a number of rows makes the faster."""
     problem, raster_order = cases.edge_problems(spec, FEW_SMS)[1]
     other = problem.transposed
-    inputs = numbers.normal_inputs(problem, 0)
+    inputs = random_operands.normal_inputs(problem, 0)
     kinds = (operand.kind for operand in problem.graph.operands)
     turned = replace(
         inputs,

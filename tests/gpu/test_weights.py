@@ -12,8 +12,8 @@ from support import (
     graphs,
     grouped,
     grouped_results,
-    numbers,
     outcome,
+    random_operands,
     reference,
     trial,
 )
@@ -39,12 +39,12 @@ def check(gpu, spec, problem, raster_order, seed, num_sms: int | None = FEW_SMS)
     """
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     what = f"{spec.name} on {problem} along {raster_order}"
-    for make in (numbers.integer_inputs, numbers.normal_inputs):
+    for make in (random_operands.integer_inputs, random_operands.normal_inputs):
         inputs = make(problem, seed)
         if spec.k_group:
-            inputs = numbers.scale_inputs(problem, inputs, seed)
+            inputs = random_operands.scale_inputs(problem, inputs, seed)
         results = trial.run_all(gpu, problem, spec, raster_order, inputs, 2, num_sms)
-        exact = make is numbers.integer_inputs and graphs.is_exact(spec.graph)
+        exact = make is random_operands.integer_inputs and graphs.is_exact(spec.graph)
         if spec.k_group:
             check_scaled(problem, spec, inputs, results[0], exact, what)
         elif exact:
@@ -87,7 +87,7 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
         problem, inputs = case.problem, case.inputs()
         assert problem_violations(problem) + pairing_violations(problem, spec) == []
         if spec.k_group:
-            inputs = numbers.scale_inputs(problem, inputs, 0)
+            inputs = random_operands.scale_inputs(problem, inputs, 0)
         results = trial.run_all(gpu, problem, spec, case.raster_order, inputs, 2, num_sms=FEW_SMS)
         if not spec.k_group:
             case.check(inputs, results)

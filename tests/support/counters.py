@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from support import cases, grouped, numbers, trial
+from support import cases, grouped, random_operands, trial
 from support.policies import all_specs
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -32,7 +32,7 @@ def check(gpu: Any, spec: GemmSpec, num_sms: int, launches: int = 3) -> None:
         problem, order, inputs = case.problem, case.raster_order, case.inputs()
     else:
         problem, order = cases.edge_problems(spec, num_sms)[-1]
-        inputs = numbers.normal_inputs(problem, 0)
+        inputs = random_operands.normal_inputs(problem, 0)
     on_gpu = trial.uploaded(gpu, problem, spec, order, inputs, num_sms)
     (counter,) = on_gpu.launch.workspaces
     counter.fill(trial.POISON)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import group_sizes
 import jax.numpy as jnp
 import numpy as np
-from support import cases, numbers
+from support import cases, random_operands
 from support.gpu import Gpu
 from support.grouped_results import assert_exact, assert_within_bound, matrix_of_rows
 from support.trial import Inputs, run_all
@@ -230,7 +230,7 @@ def of_batch(length: int, batch: int, sizes: object) -> list[int]:
 
 def integer_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
     """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
-    return _poisoned(problem, sizes, numbers.integer_inputs(problem, seed), seed)
+    return _poisoned(problem, sizes, random_operands.integer_inputs(problem, seed), seed)
 
 
 def normal_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
@@ -238,7 +238,7 @@ def normal_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
     terms = problem.k
     if problem.groups and problem.groups.axis == "k":
         terms = max(1, problem.k // problem.l)
-    inputs = numbers.normal_inputs(problem, seed, 2 / math.sqrt(terms))
+    inputs = random_operands.normal_inputs(problem, seed, 2 / math.sqrt(terms))
     return _poisoned(problem, sizes, inputs, seed)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support import cases, graphs, numbers, outcome, policies, reference, trial
+from support import cases, graphs, outcome, policies, random_operands, reference, trial
 from support.places import result_places
 from support.recording_driver import SPEC
 
@@ -89,7 +89,7 @@ def run_on_host(monkeypatch, problem, a, b, spoil=lambda launches, d, flat: None
 def run_epilogue_on_host(monkeypatch, spec, spoil=lambda results: None, num_sms=4):
     """trial.run_all on the second edge problem; `spoil` does what a bug would."""
     problem, raster_order = cases.edge_problems(spec, num_sms)[1]
-    inputs = numbers.integer_inputs(problem, 0)
+    inputs = random_operands.integer_inputs(problem, 0)
 
     def prepare(gpu, problem, spec, raster_order, parts, num_sms):
         def flat(part, dtype):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from support import bounds, graphs, numbers, reference
+from support import bounds, graphs, random_operands, reference
 from support.casts import cast, same
 from support.gpu import Gpu
 from support.places import shape_of
@@ -57,7 +57,9 @@ def check(
     """
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     exactly = graphs.is_exact(spec.graph) if exactly is None else exactly
-    inputs = (numbers.integer_inputs if exactly else numbers.normal_inputs)(problem, seed)
+    inputs = (random_operands.integer_inputs if exactly else random_operands.normal_inputs)(
+        problem, seed
+    )
     results = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
     what = f"{spec.name} on {problem} along {raster_order}"
     if problem.panels:  # each is a product of its own
@@ -91,12 +93,12 @@ def check_scaled(
     """The same of a kernel with block scales, on integers and on other numbers; see `check`."""
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     what = f"{spec.name} on {problem} along {raster_order}"
-    for make in (numbers.integer_inputs, numbers.normal_inputs):
-        inputs = numbers.scale_inputs(problem, make(problem, seed), seed)
+    for make in (random_operands.integer_inputs, random_operands.normal_inputs):
+        inputs = random_operands.scale_inputs(problem, make(problem, seed), seed)
         (result,) = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
         a, b = reference.scaled(problem, inputs)
         exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
-        if make is numbers.integer_inputs:
+        if make is random_operands.integer_inputs:
             assert_exact([result], [cast(exact.astype(np.float32), spec.d_dtype)], what)
             continue
         bound = tolerance.error_bound(
