@@ -5,26 +5,29 @@ from __future__ import annotations
 import pytest
 from support.program_inspection import run_fresh
 
-BUDGET_MS = 150  # over `import jax`
+BUDGET = 0.35  # of the CPU time of `import jax`: 150 ms where that takes 430
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_import_is_quick():
     source = (
-        "import gc, time, jax\n"
+        "import gc, time\n"
         "gc.disable()\n"
-        "start = time.process_time()\n"
+        "times = [time.process_time()]\n"
+        "import jax\n"
+        "times.append(time.process_time())\n"
         "import jax_hopper_gemm\n"
-        "print(1e3 * (time.process_time() - start))\n"
+        "times.append(time.process_time())\n"
+        "print((times[2] - times[1]) / (times[1] - times[0]))\n"
     )
     # CPU time without a collection of all of JAX's objects, which falls here or elsewhere by luck,
     # from bytecode as an installed package has it: the first import writes it.
-    # The quickest of some: a busy machine only ever makes it slower.
-    times = []
-    while len(times) < 20 and (not times or min(times) > BUDGET_MS):
-        times.append(float(run_fresh(source, PYTHONDONTWRITEBYTECODE="")))
-    assert min(times) <= BUDGET_MS
+    # Beside that of jax, which a slow machine makes longer in proportion: the least of some.
+    shares = []
+    while len(shares) < 6 and (not shares or min(shares) > BUDGET):
+        shares.append(float(run_fresh(source, PYTHONDONTWRITEBYTECODE="")))
+    assert min(shares) <= BUDGET
 
 
 @pytest.mark.slow
