@@ -26,7 +26,7 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize("name", FUSED_PROGRAMS)
 def test_their_kernels_compute_what_follows_products(name):
     program = FUSED_PROGRAMS[name]
-    report = jhg.explain(program.step, *jax.eval_shape(program.arguments))
+    report = jhg.explain(program.step, *program.abstract())
     left = [x.reason for x in report.products if x.path != "hopper"]
     assert all(any(x in reason for x in LEFT) for reason in left), left
     operations = {

@@ -7,15 +7,23 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.covering import ALL
 from support.grouped_programs import GROUPED_PROGRAMS
 
 from jax_hopper_gemm import ops
 
 pytestmark = pytest.mark.pure
 
-# Of the kinds of sizes one each; large programs are for a GPU.
+# Large programs are for a GPU; of mapped ones a few, with gradients, stand for all.
 LARGE = {"mixtral", "qwen3", "deepseek", "decode", "thousands of groups"}
-NAMES = [name for name in GROUPED_PROGRAMS if name not in LARGE]
+OF_SIZES = [name for name in GROUPED_PROGRAMS if name.endswith(" sizes")]
+MAPPED = {"vmap of a sum"} | {
+    f"vmap of gradients {axes}" for axes in [(None, None, 0), (0, 0, 0), (1, 1, 0), (0, 2, None)]
+}
+NAMES = [
+    name for name in GROUPED_PROGRAMS
+    if name not in {*LARGE, *OF_SIZES} and (ALL or name in MAPPED or not name.startswith("vmap"))
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -36,6 +44,15 @@ def test_xla_agrees_with_the_reference(name, on_xla):
     program = GROUPED_PROGRAMS[name]
     arguments = program.arguments()
     program.check(jax.jit(program.run)(*arguments), arguments, name, summation="float32")
+
+
+@pytest.mark.slow
+def test_xla_agrees_with_the_reference_whatever_the_sizes(on_xla):
+    run = jax.jit(GROUPED_PROGRAMS[OF_SIZES[0]].run)  # they differ in the sizes alone
+    for name in OF_SIZES:
+        program = GROUPED_PROGRAMS[name]
+        arguments = program.arguments()
+        program.check(run(*arguments), arguments, name, summation="float32")
 
 
 def test_a_wrong_result_is_found(on_xla):

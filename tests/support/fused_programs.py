@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -47,15 +46,20 @@ class FusedProgram:
         """Returns weights and rows, numbers of bfloat16 whatever the dtype."""
         random = np.random.default_rng(0)
 
-        def normal(*shape: int) -> Any:
-            scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.1
-            return jnp.asarray(random.standard_normal(shape) * scale, jnp.bfloat16).astype(dtype)
+        def normal(at: Any) -> Any:
+            scale = at.shape[-2] ** -0.5 if len(at.shape) > 1 else 0.1
+            return jnp.asarray(random.standard_normal(at.shape) * scale, jnp.bfloat16).astype(dtype)
 
-        weights = {name: normal(*shape) for name, shape in self.shapes.items()}
-        return weights, normal(TOKENS, WIDTH) * WIDTH**0.5
+        weights, x = jax.tree.map(normal, self.abstract(dtype))
+        return weights, x * WIDTH**0.5
+
+    def abstract(self, dtype: Any = jnp.bfloat16) -> tuple[Weights, Any]:
+        """Returns the shapes and dtypes of `arguments`."""
+        weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in self.shapes.items()}
+        return weights, jax.ShapeDtypeStruct((TOKENS, WIDTH), dtype)
 
     def specs(self, dtype: Any = jnp.bfloat16) -> list[GemmSpec]:
-        return specs_of(accelerate(self.step), *jax.eval_shape(partial(self.arguments, dtype)))
+        return specs_of(accelerate(self.step), *self.abstract(dtype))
 
 
 def gated(w: Weights, x: Any) -> Any:

@@ -73,7 +73,8 @@ class GroupedProgram:
         return [*(x.astype(jnp.dtype(self.dtype)) for x in floats), self.sizes(seed)]
 
     def specs(self) -> list[GemmSpec]:
-        return specs_of(self.run, *self.arguments())
+        floats = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.shapes.values()]
+        return specs_of(self.run, *floats, self.sizes(0))
 
     def check(
         self,
