@@ -174,6 +174,6 @@ def test_the_text_is_the_kernels_and_has_its_parameters():
         outcome.run_all(gpu, problem, spec, RasterOrder(), inputs)
 
 
-@pytest.mark.parametrize("spec", counters.dynamic_specs(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", counters.few_dynamic_specs(), ids=lambda spec: spec.name)
 def test_a_launch_frees_the_counter_of_its_tiles(spec):
     counters.check(PtxGpu(), spec, SMS, launches=2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from support import cases, grouped, random_operands, trial
+from support.covering import ALL, covering_subset
 from support.policies import all_specs
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -17,9 +18,18 @@ def dynamic_specs() -> list[GemmSpec]:
     """Returns a dynamic kernel of each kind of groups, warp schedule and size of cluster."""
     found: dict[tuple, GemmSpec] = {}
     for spec in filter(lambda spec: spec.dynamic and not spec.epilogue, all_specs()):
-        kind = spec.grouped, spec.warp_schedule, spec.cluster_m, spec.cluster_n
-        found.setdefault(kind, spec)
+        found.setdefault(kind_of(spec), spec)
     return list(found.values())
+
+
+def few_dynamic_specs() -> list[GemmSpec]:
+    """Returns some of them that together have all of these choices."""
+    whole = dynamic_specs()
+    return whole if ALL else covering_subset(whole, lambda spec: enumerate(kind_of(spec)))
+
+
+def kind_of(spec: GemmSpec) -> tuple:
+    return spec.grouped, spec.warp_schedule, (spec.cluster_m, spec.cluster_n)
 
 
 def check(gpu: Any, spec: GemmSpec, num_sms: int, launches: int = 3) -> None:
