@@ -324,7 +324,11 @@ def on(mesh_shape, names, **options):
     ("call", "message"),
     [
         (lambda: layer(expert_axis="e")(jnp.ones((8, 6))), r"there is no mesh: pass mesh="),
-        (lambda: on((4,), ("x",), expert_axis="e"), r"axes \('x',\), but not 'e'"),
+        (lambda: on((4,), ("x",), expert_axis="e"), r"'e' came .* one of the mesh: \('x',\)"),
+        (
+            lambda: on((2, 2), ("x", "y"), expert_axis=cast(Any, ("x", "y"))),
+            r"'y'\) came as an axis",
+        ),
         (lambda: on((2, 2), ("x", "e"), expert_axis="e", token_axes=("x",)), "expected 'e' among"),
         (lambda: on((3,), ("e",), expert_axis="e"), "that 3 devices .* divide evenly: pad"),
         (lambda: on((4,), ("e",), expert_axis="e", num_experts=6), "is 6, .* of the 4 devices on"),

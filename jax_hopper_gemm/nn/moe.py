@@ -238,7 +238,10 @@ def _check_axes(
         )
     unknown = [axis for axis in (expert_axis, *token_axes) if axis not in mesh.axis_names]
     if unknown:
-        raise ValueError(f"MoE: the mesh has axes {mesh.axis_names}, but not {unknown[0]!r}")
+        raise ValueError(
+            f"MoE: {unknown[0]!r} came as an axis, expected the name of one of the mesh: "
+            f"{mesh.axis_names}"
+        )
     if expert_axis not in token_axes:
         raise ValueError(
             f"MoE: token_axes are {token_axes}, expected {expert_axis!r} among them: its devices "
