@@ -45,9 +45,13 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     held: dict[int, Any] = {}
     equations, results = inlined(equations, results, held)
     whole = set[Any]()  # results of products that do not stand as two
+
+    def may_be_a_gate(product: Any) -> bool:
+        return product.outvars[0] not in whole and _runs(product)
+
     while True:
         try:
-            return with_constants(*_fused(*with_halves(equations, results, whole)), held)
+            return with_constants(*_fused(*with_halves(equations, results, may_be_a_gate)), held)
         except _NoGate as error:
             whole.update(error.products)
 
@@ -114,9 +118,7 @@ class _Launches:
         for number, equation in enumerate(self._equations):
             if equation.primitive in PRODUCTS:
                 if (asked := _asked(equation)) not in runs:
-                    request = copied_along_k(request_of(equation))
-                    found = route(request, self._device, kernel_only=True)
-                    runs[asked] = found.path == "hopper"
+                    runs[asked] = _runs(equation)
                 if not runs[asked]:
                     absent.add(number)
         return absent
@@ -163,6 +165,12 @@ class _Launches:
 def _asked(product: Any) -> tuple[Any, ...]:
     """Returns what tells a product from others of the same program, whatever its operands are."""
     return (id(product.params["product"]), product.ctx, *(x.aval for x in product.invars))
+
+
+def _runs(product: Any) -> bool:
+    """Whether a kernel runs a product, whatever follows it."""
+    request = copied_along_k(request_of(product))
+    return route(request, current_device(), kernel_only=True).path == "hopper"
 
 
 def _params(

@@ -5,8 +5,7 @@ A program cuts the array, or the product by it, as in `gate, up = jnp.split(x @ 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,20 +80,23 @@ class Halved:
 
 
 def with_halves(
-    equations: Sequence[Any], results: Sequence[Any], kept: Container[Any]
+    equations: Sequence[Any], results: Sequence[Any], runs: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any], list[Halved]]:
     """Returns the equations and results with two products for each that the program cuts in two.
 
     Elementwise equations may come between a product and its cut, as those of a bias.
 
     Args:
-      kept: results of products that stay whole.
+      runs: whether a kernel runs a product; one that none runs stays whole.
     """
     axes = _axes_of_cuts(equations, results)
+    cut = {x.outvars[0] for x in equations if _may_be_halved(x, axes) and runs(x)}
+    if not cut:
+        return list(equations), list(results), []
     halving = _Halving(axes)
     found: list[Halved] = []
     for equation in map(halving.renamed, equations):
-        if _may_be_halved(equation, axes) and equation.outvars[0] not in kept:
+        if not cut.isdisjoint(equation.outvars):
             found.append(Halved(equation, halving.add_products(equation)))
         elif halving.halves.keys().isdisjoint(variables(equation.invars)):
             halving.equations.append(equation)
@@ -107,20 +109,18 @@ def with_halves(
 
 def _axes_of_cuts(equations: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
     """Returns along which axis all that reads a variable cuts it, or what is made of it, in two."""
-    ways: dict[Any, set[int | None]] = defaultdict(set)  # by variable; None: in another way
-    for x in variables(results):
-        ways[x].add(None)
+    axes: dict[Any, int | None] = dict.fromkeys(variables(results))  # None: read in another way
     for equation in reversed(equations):
         axis, shape = _cut_axis(equation), None
         if axis is None and len(equation.outvars) == 1:
             (out,) = equation.outvars
-            of_out = ways.get(out, {None})
-            if len(of_out) == 1 and None not in of_out and _is_elementwise(equation):
-                (axis,), shape = of_out, out.aval.shape
+            if axes.get(out) is not None and _is_elementwise(equation):
+                axis, shape = axes[out], out.aval.shape
         for x in variables(equation.invars):
-            ways[x].add(axis if shape in (None, x.aval.shape) else None)
-    found = ((x, axis) for x, of in ways.items() if len(of) == 1 for axis in of)
-    return {x: axis for x, axis in found if axis is not None}
+            read = axis if shape in (None, x.aval.shape) else None
+            if axes.setdefault(x, read) != read:
+                axes[x] = None
+    return {x: axis for x, axis in axes.items() if axis is not None}
 
 
 def _cut_axis(equation: Any) -> int | None:
