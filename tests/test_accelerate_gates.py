@@ -121,6 +121,26 @@ def test_a_product_that_is_cut_in_two_stays_one_where_it_is_no_gate():
     assert products(also_returned, X, w) == products(unequal, X, w) == plain
 
 
+def test_a_cut_product_that_no_kernel_runs_never_stands_as_two(monkeypatch):
+    """As the gradient of rotated keys that heads share: the program would be gone through twice."""
+    halved, with_halves = [], fuse_jaxpr.with_halves
+
+    def spied(*args: Any) -> Any:
+        found = with_halves(*args)
+        halved.append(len(found[2]))
+        return found
+
+    def function(scores: Any, queries: Any) -> Any:
+        of_keys = jnp.einsum("bthgd,bhtgs->bshd", queries, scores)
+        first, second = jnp.split(of_keys, 2, axis=-1)
+        return jnp.concatenate([first - second, second + first], axis=-1)
+
+    monkeypatch.setattr(fuse_jaxpr, "with_halves", spied)
+    shapes = (4, 8, 512, 4, 512), (4, 512, 8, 4, 64)
+    jax.make_jaxpr(jhg.accelerate(function))(*(jax.ShapeDtypeStruct(x, BF16) for x in shapes))
+    assert halved == [0]
+
+
 @pytest.mark.parametrize("gate_us", [1.0, 3.0])
 def test_the_gate_of_a_cut_product_is_weighed_against_that_one_product(gate_us, monkeypatch):
     asked = []
