@@ -17,7 +17,6 @@ import jax
 import jaxlib.version
 import pytest
 from fake_driver.harness import build_fakes
-from jax._src.interpreters import mlir
 from support import partitioned
 from support.covering import covering_subset
 
@@ -79,6 +78,8 @@ def reuse_mlir_contexts() -> None:
 
     One for each program takes a quarter of these tests' time, and memory for good.
     """
+    from jax._src.interpreters import mlir
+
     make, kept = mlir.make_ir_context, threading.local()
 
     def context() -> Any:
