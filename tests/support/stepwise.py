@@ -31,10 +31,11 @@ class Run:
     Attributes:
       results: what the function returns.
       largest: the largest magnitude of any number on the way there, if it is to be `measured`.
+      added: the largest sum of magnitudes of what is added up there, likewise.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, measured: bool = False):
-        self._measured, self.largest = measured, 0.0
+        self._measured, self.largest, self.added = measured, 0.0, 0.0
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         outputs = self._program(closed, jax.tree.leaves(args))
         self.results = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -53,6 +54,9 @@ class Run:
             values.update(zip(equation.outvars, outputs, strict=True))
             if self._measured:
                 self.largest = max([self.largest, *(float(abs(x).max()) for x in outputs)])
+                if equation.primitive.name == "reduce_sum":
+                    added = abs(read(equation.invars[0])).sum(equation.params["axes"])
+                    self.added = max(self.added, float(added.max()))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _outputs(self, equation: Any, inputs: list[Any]) -> list[Any]:
