@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.functions import random_function, vjp_of
+from support import fused_functions
+from support.functions import interpret, random_function, vjp_of
 from support.fused_functions import EXTENTS, assert_same, normal
 
 from jax_hopper_gemm.fusion import NotFusable
@@ -37,6 +39,26 @@ def check_random_function(seed: int) -> None:
         assert not differentiable or sums or fusion.uncovered == (), function.description
     except NotFusable as error:
         assert "depends on the product" in str(error)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("share, found", [(1e-6, False), (1e-4, True)])
+def test_a_wrong_sum_is_found_though_its_terms_cancel(share: float, found: bool, monkeypatch):
+    """By its share of the terms' magnitudes, not those of a sum beside it that is infinite."""
+    acc = normal("mn")
+    others = -acc[::-1, ::-1] + 1e-6
+
+    def function(acc, others):
+        return jnp.sum(acc + others), jnp.sum(jnp.exp(1000.0 * acc))
+
+    def spoiled(*args):
+        total, infinite = interpret(*args)
+        assert np.isinf(infinite)
+        return total + share * float(jnp.abs(acc + others).sum()), infinite
+
+    monkeypatch.setattr(fused_functions, "interpret", spoiled)
+    with pytest.raises(AssertionError, match="Not equal") if found else nullcontext():
+        assert_same(function, acc, others, ulps=64)
 
 
 @pytest.mark.pure

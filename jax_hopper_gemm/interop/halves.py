@@ -80,17 +80,17 @@ class Halved:
 
 
 def with_halves(
-    equations: Sequence[Any], results: Sequence[Any], runs: Callable[[Any], bool]
+    equations: Sequence[Any], results: Sequence[Any], may_be_a_gate: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any], list[Halved]]:
     """Returns the equations and results with two products for each that the program cuts in two.
 
     Elementwise equations may come between a product and its cut, as those of a bias.
 
     Args:
-      runs: whether a kernel runs a product; one that none runs stays whole.
+      may_be_a_gate: of a product that is cut so; where it says no, the product stays whole.
     """
     axes = _axes_of_cuts(equations, results)
-    cut = {x.outvars[0] for x in equations if _may_be_halved(x, axes) and runs(x)}
+    cut = {x.outvars[0] for x in equations if _may_be_halved(x, axes) and may_be_a_gate(x)}
     if not cut:
         return list(equations), list(results), []
     halving = _Halving(axes)

@@ -37,9 +37,9 @@ def assert_same(
 ) -> Fusion:
     """Checks that a function's fusion gives what it gives, run operation by operation.
 
-    Sums may be taken in another order, so `ulps` are of the largest element, too, and of a sum's
-    magnitudes, which may cancel. Of results in 16 bits one in fifty may round to the other side of
-    a tie.
+    Sums may be taken in another order, so `ulps` are of the largest element, too, and of a reduced
+    result of the magnitudes that the function adds up, which may cancel. Of results in 16 bits one
+    in fifty may round to the other side of a tie.
     """
     fusion = fused(function, *args, out=out, **options)
     with jax.disable_jit():

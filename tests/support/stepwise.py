@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from jax_hopper_gemm.fusion import jaxprs
@@ -31,7 +32,7 @@ class Run:
     Attributes:
       results: what the function returns.
       largest: the largest magnitude of any number on the way there, if it is to be `measured`.
-      added: the largest sum of magnitudes of what is added up there, likewise.
+      added: the largest finite sum of magnitudes of what is added up there, likewise.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, measured: bool = False):
@@ -55,8 +56,9 @@ class Run:
             if self._measured:
                 self.largest = max([self.largest, *(float(abs(x).max()) for x in outputs)])
                 if equation.primitive.name == "reduce_sum":
-                    added = abs(read(equation.invars[0])).sum(equation.params["axes"])
-                    self.added = max(self.added, float(added.max()))
+                    magnitudes = np.abs(np.asarray(read(equation.invars[0]))).astype(np.float64)
+                    added = magnitudes.sum(equation.params["axes"])
+                    self.added = np.max(added, initial=self.added, where=np.isfinite(added))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _outputs(self, equation: Any, inputs: list[Any]) -> list[Any]:
