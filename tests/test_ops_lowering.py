@@ -321,6 +321,20 @@ def test_what_computes_on_the_host_stays_there():
     assert LAUNCH not in program and "dot_general" in program
 
 
+@pytest.mark.skipif(not hasattr(compute_on, "compute_on2"), reason="JAX 0.12 has no context")
+def test_accelerate_leaves_on_the_host_what_computes_there():
+    on: Any = compute_on.compute_on
+
+    def with_tanh_on_host(x, w):
+        product = x @ w
+        with on("device_host"):
+            return jnp.tanh(product)
+
+    on_kernel = jhg.accelerate(with_tanh_on_host, implementation="hopper")
+    program = lowered(on_kernel, shape(M, K), shape(K, N))
+    assert LAUNCH in program and '_xla_compute_type = "host"' in program
+
+
 def test_lowering_compiles_nothing(monkeypatch):
     def compile_now(*args):
         raise AssertionError("a kernel was wanted while lowering")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from support.program_inspection import normal
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.moe.expert_parallel import EXCHANGES
 
 X, W = normal((64, 128), jnp.bfloat16), normal((128, 96), jnp.bfloat16, 1)
 SIZES = jnp.array([24, 40])
@@ -27,11 +31,17 @@ def accelerated(x: Any) -> Any:
     return jhg.accelerate(lambda x: jax.nn.silu(x @ W) * (x @ EXPERTS[1]))(x)
 
 
-def mixture(x: Any) -> Any:
+def mixture(x: Any, held: int = 4, **options: Any) -> Any:
     router, gate_up, down = (
-        normal(s, jnp.bfloat16) for s in ((128, 4), (4, 128, 2, 32), (4, 32, 128))
+        normal(s, jnp.bfloat16) for s in ((128, 4), (held, 128, 2, 32), (held, 32, 128))
     )
-    return jhg.moe.mixture_of_experts(x, router, gate_up, down, experts_per_token=2)[0]
+    return jhg.moe.mixture_of_experts(x, router, gate_up, down, experts_per_token=2, **options)[0]
+
+
+def exchanged(exchange: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    experts = partial(mixture, held=1, expert_axis="expert", exchange=exchange)
+    return jax.shard_map(experts, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(x)
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -52,6 +62,13 @@ def test_no_product_asks_jax_to_promote(name):
     expected = jax.jit(gradient)(X)
     with jax.numpy_dtype_promotion("strict"):
         np.testing.assert_array_equal(jax.jit(lambda x: gradient(x))(X), expected)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *EXCHANGES])
+def test_nor_does_one_where_integers_have_64_bits(name):
+    function = FUNCTIONS.get(name) or partial(exchanged, name)
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        jax.make_jaxpr(jax.grad(lambda x: loss(function(x))))(X)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4])

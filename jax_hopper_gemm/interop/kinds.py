@@ -38,6 +38,8 @@ SUMS = names("sum")  # integers that products are, and nothing else in a kernel
 def kind_of(equation: Any) -> Kind:
     """Returns what an equation is to a kernel."""
     name = equation.primitive.name
+    if getattr(equation.ctx, "compute_type", None):  # `compute_on` says where it runs
+        return "other"
     if equation.primitive in PRODUCTS:
         return "product" if name_of(equation.outvars[0].aval.dtype) in RESULTS + SUMS else "other"
     if equation.effects or len(equation.outvars) != 1:

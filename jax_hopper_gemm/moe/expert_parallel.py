@@ -64,9 +64,9 @@ def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: Any, held
     n, (tokens, k) = lax.axis_size(axis), routing.experts.shape
     capacity = tokens * min(k, held)
     by_device = routing.group_sizes.reshape(n, held)
-    send = by_device.sum(1)
+    send = by_device.sum(1, dtype=jnp.int32)
     # Starts of each device's block: among the sorted rows, and among the rows to send.
-    sorted_starts, block_starts = _starts(send), capacity * jnp.arange(n)
+    sorted_starts, block_starts = _starts(send), capacity * jnp.arange(n, dtype=jnp.int32)
     to_block = moved(send, sorted_starts, block_starts, n * capacity)
     to_sorted = moved(send, block_starts, sorted_starts, tokens * k)
     sent = jnp.where(to_block < 0, -1, routing.order[to_block])

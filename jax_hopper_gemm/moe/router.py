@@ -319,7 +319,8 @@ def sort_by_group(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array, 
     """
     flat = groups.reshape(-1)
     rows = jnp.arange(flat.size, dtype=jnp.int32)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
+    hit = flat[:, None] == jnp.arange(count, dtype=flat.dtype)[None]
+    sizes = jnp.sum(hit, axis=0, dtype=jnp.int32)
     _, order = in_order(flat, count)
     positions = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
     return sizes, order, positions.reshape(groups.shape)
