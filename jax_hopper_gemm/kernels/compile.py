@@ -25,7 +25,7 @@ def compile_cubin(spec: KernelSpec, workdir: Path) -> bytes:
     kernel.kernel.set_name_prefix(spec.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     compiled = cute.compile(
         kernel(spec).launch, example_args(spec), cute.runtime.make_fake_stream(),
-        options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
+        options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}", no_jit_engine=True,
     )  # fmt: skip
     return compiled.__cubin__
 
