@@ -18,7 +18,7 @@ from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
-from ..gemm.legality import configuration_violations, violations
+from ..gemm.legality import IN_TURNS_STAGES, configuration_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
@@ -48,8 +48,8 @@ from .table import tables_of
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
-# Of k-tiles of 256 that warpgroups take in turns. Measured, 1x8192x8192 of int4: 7 to 12 stages
-# take 12.8, 12.3, -, 12.5, -, 12.9 us, 6 take 14.1.
+# Of k-tiles of 256 that warpgroups take in turns. Measured, 1x8192x8192 of int4: 8, 10 and 12
+# stages take 12.3, 12.5 and 12.9 us, 6 take 14.1.
 MAX_STAGES_IN_TURNS = 8
 RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
 LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
@@ -190,6 +190,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             config, problem_type, num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
             epi_load_stages=2 if loads else 0,
         )  # fmt: skip
+        if fewest.k_in_turns:
+            fewest = fewest.varied(num_stages=IN_TURNS_STAGES)
         if any(configuration_violations(fewest)):
             continue
         spec = _filled(fewest)
@@ -230,13 +232,14 @@ def _filled(fewest: GemmSpec) -> GemmSpec:
         deeper = s.varied(epi_stages=4)
         s = deeper if deeper.smem_bytes <= SMEM_LIMIT else s
     free = SMEM_LIMIT - s.smem_bytes
-    most = MAX_STAGES_IN_TURNS if s.k_in_turns else MAX_STAGES
-    stages = min(most, s.num_stages + free // s.stage_bytes)
-    free -= (stages - s.num_stages) * s.stage_bytes
+    most, step = (MAX_STAGES_IN_TURNS, 2) if s.k_in_turns else (MAX_STAGES, 1)
+    more = min(most - s.num_stages, free // s.stage_bytes) // step * step
+    stages = s.num_stages + more
+    free -= more * s.stage_bytes
     load_stages, epi_stages = s.epi_load_stages, s.epi_stages
     if any(operand.kind == "matrix" for operand in s.graph.operands):
         of_loads = (LOAD_STAGES - load_stages) * warpgroups * s.load_stage_bytes
-        for given in (0, 1):  # operand stages that make room
+        for given in (0, step):  # operand stages that make room
             room = free + given * s.stage_bytes - of_loads
             if room >= 0 and stages - given >= min(RING_BEFORE_LOADS, stages):
                 stages, load_stages, free = stages - given, LOAD_STAGES, room

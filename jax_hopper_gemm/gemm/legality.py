@@ -22,7 +22,7 @@ from .type_legality import type_violations
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
 MAX_GATED_IN_TURNS_K = 128  # elements of K of two B's that registers hold as they are loaded
-IN_TURNS_STAGES = 3  # of two, a warpgroup would wait for the one that it still multiplies
+IN_TURNS_STAGES = 4  # of two, a warpgroup would wait for the one that it still multiplies
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
@@ -198,8 +198,15 @@ def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
     if s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
         yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
-    if s.num_stages < IN_TURNS_STAGES:
-        yield f"num_stages {s.num_stages} is under {IN_TURNS_STAGES}, warpgroups take turns at them"
+    # NOTE: of an odd number, a warpgroup would meet a stage every other time that it is filled. A
+    # barrier tells fills apart by one bit: while the other's is on its way, the last but one of a
+    # stage, which it had, would pass for its next. So sums of old numbers came out, one launch in
+    # thousands with 3 stages.
+    if s.num_stages < IN_TURNS_STAGES or s.num_stages % 2:
+        yield (
+            f"num_stages {s.num_stages} is no even number from {IN_TURNS_STAGES}, and warpgroups "
+            "take turns at them"
+        )
     if s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
         yield f"tile_k {s.tile_k}: numbers of two B's along more than {MAX_GATED_IN_TURNS_K} spill"
     if s.k_group:

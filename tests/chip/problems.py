@@ -100,6 +100,8 @@ class Trial:
 def kernels(tables: str) -> list[GemmSpec]:
     """Returns the kernels to build: all pairs of policies, and every family that dispatch chooses.
 
+    But none of panels, of which `tests/gpu/test_panel_kernels.py` runs products of its own.
+
     Args:
       tables: "bf16" adds all that dispatch can choose for plain products of bfloat16, "all" for
         those of every 16-bit dtype, "none" nothing.
@@ -107,7 +109,8 @@ def kernels(tables: str) -> list[GemmSpec]:
     pairs = {"bf16": [("bfloat16", "bfloat16")], "all": None, "none": []}[tables]
     chosen = [] if pairs == [] else table_specs(H200, pairs)
     found = [*all_specs(), *sgemm.kernels(), *chosen]
-    return list(dict.fromkeys([*found, *families.chosen_specs(found)]))
+    found += families.chosen_specs(found)
+    return list(dict.fromkeys(spec for spec in found if spec.panels == 1))
 
 
 class Draw:

@@ -174,7 +174,7 @@ _IN_TURNS = {
         ("float16", "float8_e4m3fn"),
     ),
     "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
-    "num_stages": (3, 4, 6), "k_group": (0,),
+    "num_stages": (4, 6, 8), "k_group": (0,),
 }  # fmt: skip
 CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_CONVERTED},
