@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.product import Options, Product
+from ..gemm.product import Options
 from ..lowering.devices import permuted_sharding
 from ..primitives.auto_axes import kept_sharding
 from ..primitives.complex_products import by_parts
@@ -159,19 +159,20 @@ def _traced_steps(
     follow = traced(steps.op, steps, likes, operands, dtype, dtypes)
     if options.by_jax:
         return follow.apply(*product.results(wide, lhs, rights))
-    final = final_product(function, lhs, rights[0])
+    final = final_product(function, options, lhs, rights[0])
     if final is None:
         ours = partial(with_hopper_dot, wide, options)
         return follow.apply(*product.results(ours, lhs, rights))
-    subscripts, sharding = final.subscripts, final.out_sharding
+    left, right, whole = final
     if product.stacked:  # no axis of the result stands for gate and up
-        kept = tuple(i for i, x in enumerate(subscripts.out) if x != subscripts.rhs[1])
-        sharding = permuted_sharding(sharding, kept)
-        subscripts = replace(subscripts, out="".join(subscripts.out[i] for i in kept))
-    options = replace(options, precision=final.precision, preferred_element_type=dtype)
+        of = whole.subscripts
+        kept = tuple(i for i, x in enumerate(of.out) if x != of.rhs[1])
+        subscripts = replace(of, out="".join(of.out[i] for i in kept))
+        sharding = permuted_sharding(whole.out_sharding, kept)
+        whole = replace(whole, subscripts=subscripts, out_sharding=sharding)
     results = fused_dot(
-        follow.function, (final.lhs, final.rhs, *rights[1:]), follow.operands,
-        Product(subscripts, options, sharding),
+        follow.function, (left, right, *rights[1:]), follow.operands,
+        whole.with_options(preferred_element_type=dtype),
         out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, likes[0]),
     )  # fmt: skip
     return follow.structured(results)

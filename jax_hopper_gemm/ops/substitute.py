@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -86,29 +87,25 @@ def _hopper_product(params: Any, ranks: Any, permutations: Any, options: Options
     """Returns the product of a `dot_general` with these parameters, and of transposes after it."""
     named = dict(params)
     subscripts = Subscripts.of_dot_general(named["dimension_numbers"], *ranks)
-    sharding = named["out_sharding"]
-    for permutation in permutations:
-        subscripts = subscripts.permuted(permutation)
-        sharding = permuted_sharding(sharding, permutation)
     of_dot = {name: named[name] for name in ("precision", "preferred_element_type")}
-    return Product(subscripts, replace(options, save_preactivation=True, **of_dot), sharding)
+    options = replace(options, save_preactivation=True, **of_dot)
+    return reduce(_permuted, permutations, Product(subscripts, options, named["out_sharding"]))
 
 
-@dataclass(frozen=True)
-class FinalProduct:
-    """A product by subscripts that yields the whole result of a function."""
-
-    lhs: Any
-    rhs: Any
-    subscripts: Subscripts  # as of `hopper_dot`; the result's axes are in the function's order
-    precision: Any  # canonical
-    out_sharding: Any  # for the axes of the result
+def _permuted(product: Product, permutation: tuple[int, ...]) -> Product:
+    """Returns a product with a transpose after it."""
+    sharding = permuted_sharding(product.out_sharding, permutation)
+    subscripts = product.subscripts.permuted(permutation)
+    return replace(product, subscripts=subscripts, out_sharding=sharding)
 
 
-def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> FinalProduct | None:
-    """Returns the product that `function(lhs, rhs)` ends with, or None.
+def final_product(
+    function: Callable[..., jax.Array], options: Options, lhs: Any, rhs: Any
+) -> tuple[Any, Any, Product] | None:
+    """Returns two operands and their product, the whole result of `function(lhs, rhs)`, or None.
 
-    Axes of extent 1 that the function adds to the result are added to the left operand.
+    Axes of extent 1 that the function adds to the result are added to the left operand. Of the
+    `options`, the precision is that which the function gives the product.
     """
     closed = jax.make_jaxpr(function)(lhs, rhs)
     tail = _tail(closed.jaxpr)
@@ -117,7 +114,19 @@ def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> Fin
     dot, *steps = tail
     before = [x for x in closed.jaxpr.eqns if not any(x is other for other in tail)]
     operands = closed.jaxpr.replace(eqns=before, outvars=dot.invars)
-    return _product(dot, steps, *eval_jaxpr(operands, closed.consts, lhs, rhs))
+    lhs, rhs = eval_jaxpr(operands, closed.consts, lhs, rhs)
+    params = dot.params
+    subscripts = Subscripts.of_dot_general(params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    options = replace(options, precision=params["precision"])
+    product = Product(subscripts, options, params["out_sharding"])
+    for step in steps:
+        if step.primitive is lax.transpose_p:
+            product = _permuted(product, step.params["permutation"])
+        else:
+            ndim, kept = len(step.params["shape"]), step.params["broadcast_dimensions"]
+            product = _with_unit_axes(product, ndim, kept)
+            lhs = lax.expand_dims(lhs, range(ndim - len(kept)))
+    return lhs, rhs, product
 
 
 def _transposes_of_products(
@@ -187,27 +196,11 @@ def _adds_unit_axes(equation: Any) -> bool:
     return same and all(shape[axis] == 1 for axis in range(len(shape)) if axis not in kept)
 
 
-def _product(dot: Any, steps: Sequence[Any], lhs: Any, rhs: Any) -> FinalProduct:
-    """Returns a `dot_general` and the rearrangements of its result as one product."""
-    params = dot.params
-    subscripts = Subscripts.of_dot_general(params["dimension_numbers"], lhs.ndim, rhs.ndim)
-    product = FinalProduct(lhs, rhs, subscripts, params["precision"], params["out_sharding"])
-    for step in steps:
-        if step.primitive is lax.transpose_p:
-            permutation = step.params["permutation"]
-            product = replace(
-                product,
-                subscripts=product.subscripts.permuted(permutation),
-                out_sharding=permuted_sharding(product.out_sharding, permutation),
-            )
-        else:
-            kept = step.params["broadcast_dimensions"]
-            product = _with_unit_axes(product, len(step.params["shape"]), kept)
-    return product
+def _with_unit_axes(product: Product, ndim: int, kept: tuple[int, ...]) -> Product:
+    """Returns the product whose result has `ndim` axes, all but the `kept` of extent 1.
 
-
-def _with_unit_axes(product: FinalProduct, ndim: int, kept: tuple[int, ...]) -> FinalProduct:
-    """Returns the product whose result has `ndim` axes, all but the `kept` of extent 1."""
+    The others are the left operand's first.
+    """
     subscripts, fresh = product.subscripts, product.subscripts.fresh_letters()
     added = {axis: next(fresh) for axis in range(ndim) if axis not in kept}
     letters = added | dict(zip(kept, subscripts.out, strict=True))
@@ -216,9 +209,5 @@ def _with_unit_axes(product: FinalProduct, ndim: int, kept: tuple[int, ...]) -> 
         partitions = dict(zip(kept, padded_partitions(sharding, len(kept)), strict=True))
         sharding = with_partitions(sharding, tuple(map(partitions.get, range(ndim))))
     out = "".join(letters[axis] for axis in range(ndim))
-    return replace(
-        product,
-        lhs=lax.expand_dims(product.lhs, range(len(added))),
-        subscripts=Subscripts("".join(added.values()) + subscripts.lhs, subscripts.rhs, out),
-        out_sharding=sharding,
-    )
+    subscripts = Subscripts("".join(added.values()) + subscripts.lhs, subscripts.rhs, out)
+    return replace(product, subscripts=subscripts, out_sharding=sharding)
