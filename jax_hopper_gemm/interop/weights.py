@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from ..fusion.jaxprs import CALLS
 
@@ -50,7 +50,7 @@ class Weights:
             return list(equation.outvars) if marks[0] else []
         if not any(marks) or name not in PASSING | {"scan"}:
             return []
-        inner = [x for x in map(_open, equation.params.values()) if x is not None]
+        inner = list(jaxprs_in_params(equation.params))
         if len(inner) != 1:
             return []
         outputs = Weights(inner[0], self.into(equation, "jaxpr")).marks(inner[0].outvars)
@@ -67,7 +67,7 @@ class Weights:
             return marks[1:]
         if name == "scan":
             carried = _carried(equation)
-            consts = len(marks) - carried - _sliced(equation.invars, _open(params["jaxpr"]).invars)
+            consts = len(marks) - carried - _sliced(equation.invars, params["jaxpr"].jaxpr.invars)
             return (*marks[:consts], *[False] * carried, *marks[consts + carried :])
         if name == "while" and parameter == "body_jaxpr":
             first = params["cond_nconsts"]
@@ -77,7 +77,7 @@ class Weights:
 
 def _carried(scan: Any) -> int:
     """Returns how many results a `scan` carries; they come first."""
-    return len(scan.outvars) - _sliced(scan.outvars, _open(scan.params["jaxpr"]).outvars)
+    return len(scan.outvars) - _sliced(scan.outvars, scan.params["jaxpr"].jaxpr.outvars)
 
 
 def _sliced(outer: Sequence[Any], inner: Sequence[Any]) -> int:
@@ -86,9 +86,3 @@ def _sliced(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     Versions of JAX name the parameters that say so differently.
     """
     return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outer, inner, strict=True))
-
-
-def _open(value: Any) -> Any:
-    """Returns a parameter that is a jaxpr, opened; None for another one."""
-    inner = getattr(value, "jaxpr", value)
-    return inner if isinstance(inner, Jaxpr) else None
