@@ -128,7 +128,7 @@ def product_at(value: Any) -> Any:
     if call.attributes["call_target_name"].value != TARGET:
         return None
     config = json.loads(call.attributes["backend_config"].value)
-    reader = _readers.get(config["name"])
+    _, reader = _calls[config["name"]]
     return reader and reader(result, list(call.operands), config["params"])
 
 
@@ -150,8 +150,7 @@ def constrained(
 # XLA's partitioner comes back.
 
 
-_programs: dict[str, Program] = {}
-_readers: dict[str, Reader] = {}
+_calls: dict[str, tuple[Program, Reader | None]] = {}  # by name
 
 
 def register(name: str, program: Program, reader: Reader | None = None) -> None:
@@ -159,9 +158,7 @@ def register(name: str, program: Program, reader: Reader | None = None) -> None:
 
     `reader(value, operands, params)` gives the bare product that a call computes, or None.
     """
-    _programs[name] = program
-    if reader:
-        _readers[name] = reader
+    _calls[name] = program, reader
 
 
 def _partition(
@@ -218,7 +215,8 @@ def _answer(
     ]
     operands = shards[: len(shards) - len(letters.results)]
     context = ShardContext(mesh, letters, shard, asked["sum_dtype"], axis)
-    program: Program = partial(_programs[asked["name"]], context, **asked["params"])
+    (run, _), params = _calls[asked["name"]], asked["params"]
+    program: Program = partial(run, context, **params)
     try:
         return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
     except NotImplementedError as error:  # XLA raises an error of its own, with this one's text

@@ -105,10 +105,7 @@ def is_plain(sharding: Any) -> bool:
 
 
 def _primes(extent: int) -> list[int]:
-    factors, divisor = [], 2
-    while extent > 1:
-        while extent % divisor == 0:
-            factors.append(divisor)
-            extent //= divisor
-        divisor += 1
-    return factors
+    if extent == 1:
+        return []
+    least = next(divisor for divisor in range(2, extent + 1) if extent % divisor == 0)
+    return [least, *_primes(extent // least)]
