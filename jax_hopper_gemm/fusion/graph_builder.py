@@ -7,7 +7,7 @@ same jaxpr give equal graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,16 +117,11 @@ class Builder:
     def _is_operand(self, value: int) -> bool:
         return isinstance(self._entries[value], Leaf) and value >= self.num_accumulators
 
-    def _used(self, values: Any) -> set[int]:
-        used: set[int] = set()
-        waiting = list(values)
-        while waiting:
-            value = waiting.pop()
-            if value not in used:
-                used.add(value)
-                entry = self._entries[value]
-                if isinstance(entry, Node):
-                    waiting += entry.args
+    def _used(self, values: Iterable[int]) -> set[int]:
+        used = set(values)
+        for value, entry in reversed([*enumerate(self._entries)]):  # they read earlier ones alone
+            if value in used and isinstance(entry, Node):
+                used.update(entry.args)
         return used
 
     def _node(self, node: Node) -> int:
