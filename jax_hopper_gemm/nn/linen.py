@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import meta
 from flax.linen import fp8_ops
 
 from .. import ops
@@ -22,7 +23,7 @@ from ..ops.dense import Implementation
 from ..ops.recipes import DelayedScaling, Recipe, as_recipe
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
-from .moe import RUN_WITH, initial_experts, with_expert_axis
+from .moe import RUN_WITH, initial_experts
 from .moe import run as run_moe
 
 
@@ -243,7 +244,9 @@ def _of_experts(
     init: Any, experts: int, expert_axis: str | None, key: Any, shape: Any, dtype: Any
 ) -> Any:
     parameter = initial_experts(init, experts, key, shape=shape, dtype=dtype)
-    return with_expert_axis(parameter, expert_axis)
+    if isinstance(parameter, meta.AxisMetadata):
+        return parameter.add_axis(0, {nn.PARTITION_NAME: expert_axis})
+    return parameter
 
 
 def _pair_of(init: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.core import meta
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -161,13 +160,6 @@ def initial_experts(init: Any, experts: int, key: Any, *, shape: Any, dtype: Any
     return jax.vmap(lambda k: init(k, shape, dtype))(jax.random.split(key, experts))
 
 
-def with_expert_axis(parameter: Any, name: str | None) -> Any:
-    """Returns a linen parameter with the experts' axis added to its annotation, if any."""
-    if isinstance(parameter, meta.AxisMetadata):
-        return parameter.add_axis(0, {nnx.PARTITION_NAME: name})
-    return parameter
-
-
 def run(
     x: Any,
     router: Any,
@@ -207,7 +199,8 @@ def run(
         return call(x, router, weights, down, selection_bias, expert_axis)
     one = isinstance(token_axes, str | None)
     token_axes = (token_axes or expert_axis,) if one else tuple(token_axes)
-    _check_axes(expert_axis, token_axes, mesh, x, down.shape[0])
+    whole = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    _check_axes(expert_axis, token_axes, whole, x, down.shape[0])
 
     def local(*args: Any) -> Any:
         y, statistics = call(*args, axis=expert_axis)
@@ -218,7 +211,6 @@ def run(
     everywhere = PartitionSpec()
     args = x, router, weights, down, selection_bias
     in_specs = tokens, everywhere, experts, experts, everywhere
-    whole = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if whole.are_all_axes_explicit:  # there `jax.shard_map` moves no array
         args = tuple(
             jax.tree.map(partial(jax.reshard, out_shardings=NamedSharding(whole, spec)), arg)
@@ -230,7 +222,6 @@ def run(
 def _check_axes(
     expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any, experts: int
 ) -> None:
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if mesh.empty:
         raise ValueError(
             f"MoE: expert_axis is {expert_axis!r}, but there is no mesh: pass mesh=, or call in "
