@@ -106,7 +106,7 @@ def accelerate(
             result = function(*args, **kwargs)
             returned = jax.tree.leaves(result)
             for x, leaves in zip(objects, before, strict=True):
-                checks.check_unchanged("accelerate", x, leaves + returned)
+                checks.check_unchanged(x, leaves + returned)
             return result
 
         return run_with_our_products(checked, args, kwargs, Rewriting(implementation, fuse, recipe))

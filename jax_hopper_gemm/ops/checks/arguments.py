@@ -141,7 +141,7 @@ def check_accelerated(op: str, function: Any, implementation: Any, fuse: Any) ->
         raise TypeError(f"{op}: fuse is {fuse!r}, expected True or False")
 
 
-def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
+def check_unchanged(argument: Any, leaves: list[Any]) -> None:
     """Checks that a function stored no new array in an argument, which its caller would lose.
 
     Every leaf of the argument must be among `leaves`: those of the argument before the call, and
@@ -150,9 +150,9 @@ def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
     there = set(map(id, leaves))
     if any(id(leaf) not in there for leaf in jax.tree.leaves(argument)):
         raise ValueError(
-            f"{op}: the function changes a {type(argument).__name__} that it is given, and the "
-            "caller's would stay as it is. Return what is new in it; for Flax nnx modules and "
-            f"optimizers use jax_hopper_gemm.nn.{op}, which changes the caller's"
+            f"accelerate: the function changes a {type(argument).__name__} that it is given, and "
+            "the caller's would stay as it is. Return what is new in it; for Flax nnx modules and "
+            "optimizers use jax_hopper_gemm.nn.accelerate, which changes the caller's"
         )
 
 
