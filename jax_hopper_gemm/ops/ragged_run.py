@@ -196,7 +196,7 @@ def run_with_epilogue(
             out_sharding = shardings_of_results(with_epilogue, both, out_sharding, shape)
         return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
     if out_sharding is not None:
-        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
+        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding, BASIC)}")
     options = with_range(options, function, lhs)
     own, seen = settled(
         op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
@@ -297,16 +297,12 @@ def run_scaled_sum(
 
 
 def left_to_lax(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    out_sharding: Any,
-    numbers: lax.RaggedDotDimensionNumbers | None = None,
+    lhs: Any, rhs: Any, sizes: Any, out_sharding: Any, numbers: lax.RaggedDotDimensionNumbers
 ) -> str | None:
     """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
     if out_sharding is not None and not is_explicit(lhs, rhs, sizes):
         return "out_sharding came, and its arrays have no Explicit mesh axes"
-    axes = RaggedAxes.of(numbers or BASIC, np.ndim(lhs), np.ndim(rhs))
+    axes = RaggedAxes.of(numbers, np.ndim(lhs), np.ndim(rhs))
     if axes.kind == "varlen_k" and axes.outer:
         return "it contracts axes outside of the ragged one"
     return None
