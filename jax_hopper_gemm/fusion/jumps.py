@@ -94,11 +94,8 @@ class _Search:
         if name == "select_n":
             return None if self._sources_of(atoms[0]) else self._common(atoms[1:])
         if name in ("mul", "div"):
-            return (
-                self._common(rounded)
-                if rounded == [atoms[0]] or name == "mul" and len(rounded) == 1
-                else None
-            )
+            scaled = rounded == [atoms[0]] or (name == "mul" and len(rounded) == 1)
+            return self._common(rounded) if scaled else None
         return self._common(atoms) if name in _HOMOGENEOUS else None
 
     def _common(self, atoms: Sequence[Any]) -> Any:
