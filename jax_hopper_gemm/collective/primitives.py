@@ -196,10 +196,7 @@ def _gathered_dot_jvp(
     results = gathered_dot_p.bind(x, w, with_rows=wanted, **params)
     moved: list[list[Any]] = [[], []]
     if _moves(x_tangent):
-        for terms, term in zip(
-            moved, gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params), strict=False
-        ):
-            terms.append(term)
+        moved = [[x] for x in gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params)]
     if _moves(w_tangent):
         moved[0].append(_matmul(results[1], w_tangent, **_options(params)))
     results = results[: 1 + with_rows]
