@@ -96,17 +96,17 @@ def fused_dot(
         "num_b": len(right_operands),
         "in_place": tuple(in_place),
     }
+    others = (*operands, *closed.consts)
     if blocks:
-        (rhs,), others = right_operands, (*operands, *closed.consts)
-        results = scaled_dot(
-            (lhs, rhs), blocks, product, others, params["jaxpr"], params["in_place"]
-        )
-        return jax.tree.unflatten(structure, results)
-    args = (*factors, *operands, *closed.consts)
-    if product.options.implementation == "xla":
+        (rhs,) = right_operands
+        pair, taken = (lhs, rhs), params["in_place"]
+        results = scaled_dot(pair, blocks, product, others, params["jaxpr"], taken)
+    elif product.options.implementation == "xla":
         by_jax = product.options.by_jax
-        return jax.tree.unflatten(structure, reference_fused(*args, **params, by_xla=by_jax))
-    return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
+        results = reference_fused(*factors, *others, **params, by_xla=by_jax)
+    else:
+        results = hopper_fused_p.bind(*factors, *others, **params)
+    return jax.tree.unflatten(structure, results)
 
 
 def _completed(
