@@ -127,7 +127,7 @@ class _Cut:
     def compares_other_bits(self) -> bool:
         """Whether XLA compares what it recomputes with a reduction that the kernel computed."""
         tracker = self._tracker
-        reduced: set[Atom] = {*tracker.reductions, *tracker.sums_of_exp, *tracker.top_k}
+        reduced: set[Atom] = {x for x, made in tracker.results.items() if type(made) is not Stack}
         recomputed: set[Atom] = set()
         for equation in self._program.equations:
             if equation not in self._run:
@@ -199,7 +199,7 @@ class _Cut:
         tracked = self._tracker.tracked.get(variable)
         if not self._tracker.may_store(variable):
             return
-        if stack := self._tracker.stacks.get(variable):
+        if isinstance(stack := self._tracker.results.get(variable), Stack):
             self._take_stack(variable, stack)
         elif tracked and self._tracker.is_matrix(tracked.value):
             dtype = variable.dtype.name
@@ -256,15 +256,15 @@ class _Cut:
         if isinstance(atom, Constant) or atom in self._known:
             return
         tracker = self._tracker
-        tracked = tracker.tracked.get(atom)
-        if sum_exp := tracker.sums_of_exp.get(atom):
-            self._take_sum_of_exp(atom, sum_exp)
-        elif reduction := tracker.reductions.get(atom):
-            self._take_reduction(atom, reduction)
-        elif top_k := tracker.top_k.get(atom):
-            self._take_top_k(atom, top_k)
-        elif tracker.may_store(atom) and (stack := tracker.stacks.get(atom)):
-            self._take_stack(atom, stack)
+        made, tracked = tracker.results.get(atom), tracker.tracked.get(atom)
+        if isinstance(made, SumExp):
+            self._take_sum_of_exp(atom, made)
+        elif isinstance(made, Reduction):
+            self._take_reduction(atom, made)
+        elif isinstance(made, TopK):
+            self._take_top_k(atom, made)
+        elif isinstance(made, Stack) and tracker.may_store(atom):
+            self._take_stack(atom, made)
         elif tracked and tracker.is_matrix(tracked.value) and self._is_stored(atom, tracked.value):
             self._store(atom)
         else:

@@ -76,10 +76,7 @@ class Tracker:
         self.place, self.builder, self.grouped = place, builder, grouped
         self.tracked: dict[Variable, Tracked] = {}  # those that kernels can compute
         # Those that come from results of the kernel.
-        self.reductions: dict[Variable, Reduction] = {}
-        self.sums_of_exp: dict[Variable, SumExp] = {}
-        self.top_k: dict[Variable, TopK] = {}
-        self.stacks: dict[Variable, Stack] = {}
+        self.results: dict[Variable, Reduction | SumExp | TopK | Stack] = {}
         # For each that depends on an accumulator but is not tracked, what operations prevent it.
         self.uncovered: dict[Variable, tuple[str, ...]] = {}
         self.producers: dict[Variable, Equation] = {}  # of each computed variable
@@ -223,7 +220,7 @@ class Tracker:
         negated = name == "reduce_min"
         value = self.builder.node("neg", x.value) if negated else x.value
         if self._is_result(kind, atom):
-            self.reductions[out] = Reduction(kind, value, axes, negated)
+            self.results[out] = Reduction(kind, value, axes, negated)
         elif kind in ("column_sum", "max") or not self.place.row_fits:
             raise Uncovered(name)
         if not self.place.row_fits or reduced != self.place.n:
@@ -267,8 +264,8 @@ class Tracker:
             raise Uncovered("top_k")
         values, indices = equation.outputs
         axes = (*x.axes[:-1], "?")
-        self.top_k[values] = TopK("top_k_values", x.value, axes, k)
-        self.top_k[indices] = TopK("top_k_indices", x.value, axes, k)
+        self.results[values] = TopK("top_k_values", x.value, axes, k)
+        self.results[indices] = TopK("top_k_indices", x.value, axes, k)
         return [None, None]
 
     def _stack(self, equation: Equation) -> list[Tracked | None]:
@@ -300,7 +297,7 @@ class Tracker:
             or not (self.is_matrix(first.value) and self.is_matrix(second.value))
         ):
             raise Uncovered(name)
-        self.stacks[out] = Stack((first.value, second.value), wanted)
+        self.results[out] = Stack((first.value, second.value), wanted)
         return [None]
 
     def _note_sum_of_exp(self, equation: Equation, out: Variable) -> None:
@@ -329,7 +326,7 @@ class Tracker:
         ):
             return
         axes = tuple(axis for d, axis in enumerate(tracked.axes) if d not in dims)
-        self.sums_of_exp[out] = SumExp(tracked.value, axes, center, dims)
+        self.results[out] = SumExp(tracked.value, axes, center, dims)
 
     def _source(self, atom: Atom, name: str) -> Equation | None:
         """Returns the equation of this name that computes a float32 variable."""
