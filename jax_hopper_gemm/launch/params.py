@@ -77,11 +77,16 @@ def batch_axes(problem: GemmProblem, layout: MatrixLayout, matrices: int) -> lis
     return axes + [(1, 0)] * (len(BATCH_MODES) - len(axes))
 
 
-def batch_dims(axes: list[tuple[int, int]], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dimensions of a tensor map and its strides that count matrices."""
+def outer_dims(axes: list[tuple[int, int]], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dimensions of a tensor map behind the contiguous one, and their strides in bytes.
+
+    The stride of a dimension of extent 1 is never used: 16 will do.
+    """
     itemsize = DTYPES[dtype].itemsize
     extents = tuple(extent for extent, _ in axes)
-    return extents, tuple(_stride_bytes(stride, extent, itemsize) for extent, stride in axes)
+    return extents, tuple(
+        stride * itemsize if extent > 1 else TMA_ALIGNMENT for extent, stride in axes
+    )
 
 
 def span_map(
@@ -119,17 +124,11 @@ def tensor_map(
 ) -> TensorMap:
     contiguous = extents.pop(layout.major)
     (other,) = extents.values()
-    dims, strides = batch_dims(batch, dtype)
+    dims, strides = outer_dims([(other, layout.leading_stride), *batch], dtype)
     return TensorMap(
-        buffer, dtype, dims=(contiguous, other, *dims),
-        strides=(_stride_bytes(layout.leading_stride, other, DTYPES[dtype].itemsize), *strides),
-        box=(box.contiguous, box.other, *(1,) * len(dims)), swizzle=box.swizzle, offset=offset,
+        buffer, dtype, (contiguous, *dims), strides,
+        box=(box.contiguous, box.other, *(1,) * len(batch)), swizzle=box.swizzle, offset=offset,
     )  # fmt: skip
-
-
-def _stride_bytes(stride: int, extent: int, itemsize: int) -> int:
-    """Returns the stride in bytes; one of a dimension of extent 1 is never used: 16 will do."""
-    return stride * itemsize if extent > 1 else TMA_ALIGNMENT
 
 
 def stored(layout: MatrixLayout, dtype: str) -> MatrixLayout:

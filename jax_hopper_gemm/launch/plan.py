@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..gemm import grid, simt
 from ..gemm.cutting import COLUMNS, ROWS, CutSpec
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import GroupRaster
 from ..gemm.kernel_params import KernelSpec, param_list, right_names, start_names
-from ..gemm.problem import GemmProblem, MatrixLayout, Panel
+from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.quantization import TILE, QuantizeSpec
 from ..gemm.raster import Raster, RasterOrder, make_raster
 from ..gemm.smem import column_elements
@@ -27,7 +27,7 @@ from .params import (
     Pointer,
     TensorMap,
     batch_axes,
-    batch_dims,
+    outer_dims,
     shortened,
     span_map,
     stored,
@@ -232,41 +232,38 @@ def _group_scale_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param
 
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
-    p = problem
-    rows_a, rows_b = grid.loaded_rows(p, spec)
-    offset_of_up = DTYPES[p.b_dtype].nbytes(p.up_offset or 0)
-
-    def a_map() -> TensorMap | Pointer:
-        if spec.gathered == "a":
-            return Pointer(0)
-        if spec.spans_k:
-            return span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
-        box = shortened(spec.a_box, spec.a_major, rows_a)
-        batch = batch_axes(p, p.a, p.matrices("a"))
-        return tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.stored_k}, batch, box)
-
-    def b_map(buffer: int, panel: Panel, offset: int = 0) -> TensorMap | Pointer:
-        if spec.gathered == "b":
-            return Pointer(buffer)
-        if spec.spans_k:
-            return span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents, box = {"n": panel.n, "k": p.stored_k}, shortened(spec.b_box, spec.b_major, rows_b)
-        extents[p.b.major] //= DTYPES[p.b_dtype].packed
-        stored_b = stored(panel.b, p.b_dtype)
-        batch = batch_axes(p, stored_b, p.matrices("b"))
-        return tensor_map(buffer, p.b_dtype, stored_b, extents, batch, box, offset)
-
-    first, *_ = panels = p.as_panels
-    values: dict[str, Param] = {"a": a_map()}
-    named = zip(right_names(len(panels)), panels, strict=True)
-    values |= {name: b_map(1 + i, panel) for i, (name, panel) in enumerate(named)}
-    if p.gated and p.up_offset is None:
-        values["up"] = b_map(2, first)
-    elif p.up_offset is not None:
-        values["up"] = b_map(1, first, offset_of_up)
+    p, (first, *_) = problem, problem.as_panels
+    values: dict[str, Param] = {"a": _operand_map(p, spec, "a", 0, p.a, p.m)}
+    names = right_names(len(p.as_panels))
+    for i, (name, panel) in enumerate(zip(names, p.as_panels, strict=True)):
+        values[name] = _operand_map(p, spec, "b", 1 + i, panel.b, panel.n)
+    if p.gated:
+        buffer = 2 if p.up_offset is None else 1
+        offset = DTYPES[p.b_dtype].nbytes(p.up_offset or 0)
+        values["up"] = _operand_map(p, spec, "b", buffer, first.b, first.n, offset)
     if spec.rounds_operands:
         values = {x: replace(of, rounds=True) for x, of in values.items()}  # gathered ones are none
     return values
+
+
+def _operand_map(
+    problem: GemmProblem, spec: GemmSpec, operand: Literal["a", "b"], buffer: int,
+    layout: MatrixLayout, extent: int, offset: int = 0,
+) -> TensorMap | Pointer:  # fmt: skip
+    """Returns the map over `extent` rows of A or columns of B, or the pointer."""
+    p = problem
+    if spec.gathered == operand:
+        return Pointer(buffer)
+    of_a = operand == "a"
+    axis, dtype, box = ("m", p.a_dtype, spec.a_box) if of_a else ("n", p.b_dtype, spec.b_box)
+    if spec.spans_k:
+        return span_map(buffer, dtype, layout, extent, p.k, box, offset)
+    box = shortened(box, layout.major, grid.loaded_rows(p, spec)[0 if of_a else 1])
+    extents = {axis: extent, "k": p.stored_k}
+    extents[layout.major] //= DTYPES[dtype].packed
+    layout = stored(layout, dtype)
+    batch = batch_axes(p, layout, p.matrices(operand))
+    return tensor_map(buffer, dtype, layout, extents, batch, box, offset)
 
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
@@ -321,7 +318,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
                 extent, batches, box = n, p.l, spec.epi_tile_n
             else:
                 extent, batches, box = p.m, along_rows, column_elements(spec, operand.dtype)
-            dims, strides = batch_dims(batch_axes(p, layout, batches), operand.dtype)
+            dims, strides = outer_dims(batch_axes(p, layout, batches), operand.dtype)
             values[name] = TensorMap(
                 buffer, operand.dtype, (extent, *dims), strides, (box, *(1,) * len(dims)), swizzle=0
             )
