@@ -62,17 +62,10 @@ def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[A
 
 def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the arrays that are multiplied, in the kernel's order."""
-    request, groups = call.request, call.request.groups
-    shapes = [(request.lhs_shape, request.lhs_dtype)]
-    shapes += [(shape, request.rhs_dtype) for shape in request.rhs_shapes]
-    if groups and (operand := groups.gathered):
-        (_, *row), dtype = shapes["ab".index(operand)]
-        shapes["ab".index(operand)] = ((groups.source_rows, *row), dtype)
-    if operand := request.indexed:
-        shape, dtype = shapes["ab".index(operand)]
-        shapes["ab".index(operand)] = ((request.stack, *shape), dtype)
+    request, (left, *rights) = call.request, call.values
     assert route.gemm
-    inputs = [_stored(ctx, v, *s) for v, s in zip(call.values, shapes, strict=True)]
+    inputs = [_stored(ctx, left, request.lhs_dtype)]
+    inputs += [_stored(ctx, right, request.rhs_dtype) for right in rights]
     inputs = [
         _with_whole_line(ctx, x) if min(i, 1) in route.gemm.padded else x
         for i, x in enumerate(inputs)
@@ -128,14 +121,14 @@ def _with_whole_line(ctx: mlir.LoweringRuleContext, array: Array) -> Array:
     return whole
 
 
-def _stored(ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], dtype: str) -> Array:
+def _stored(ctx: mlir.LoweringRuleContext, value: Any, dtype: str) -> Array:
     """Returns an operand as a kernel reads it: int4 packed in uint8, by XLA if it is not yet."""
-    if (packed := DTYPES[dtype].packed) == 1:
-        return Array(value, ShapedArray(shape, dtype))
+    if DTYPES[dtype].packed == 1:
+        return Array.of(value, dtype)
     if str(value.type.element_type) == DTYPES[dtype].mlir:
-        (stored,) = Array(value, ShapedArray(shape, np.dtype(jnp.int4))).changed(ctx, pack)
+        (stored,) = Array.of(value, jnp.int4).changed(ctx, pack)
         return stored
-    return Array(value, ShapedArray((*shape[:-1], shape[-1] // packed), np.dtype(np.uint8)))
+    return Array.of(value, np.uint8)
 
 
 def _epilogue_operands(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
