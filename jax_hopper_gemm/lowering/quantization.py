@@ -50,7 +50,7 @@ def lower_quantize(
     *lead, rows, columns = aval.shape
     if picks:
         (rows,) = picks[0].type.shape
-    if _violation(ctx, aval, to, (prod(lead), rows, columns)):
+    if not _has_kernel(ctx, aval, to, (prod(lead), rows, columns)):
         return None
     straight, across = (0, block) if transposed else (block, 0)
     spec = QuantizeSpec(aval.dtype.name, to, straight, across, picked=bool(picks))
@@ -76,22 +76,21 @@ class _Launch:
         self.results = dict(zip(result_names(spec), operation.results, strict=True))
 
 
-def _violation(
+def _has_kernel(
     ctx: mlir.LoweringRuleContext, aval: Any, to: str, extents: tuple[int, int, int]
-) -> str | None:
-    """Returns why no kernel quantizes an array."""
+) -> bool:
+    """Whether a kernel quantizes an array here."""
     batch, rows, columns = extents
     if aval.dtype.name not in SOURCES or to not in TARGETS:
-        return f"no kernel makes {to} of {aval.dtype.name}"
+        return False
     if 0 in extents or any(x % EXTENT_MULTIPLE for x in (rows, columns)):
-        return f"extents are no multiples of {EXTENT_MULTIPLE}"
-    if batch > MAX_GRID or ceil_div(rows, TILE) > MAX_GRID or max(rows, columns) >= 2**31:
-        return "there are too many tiles"
-    if batch * ceil_div(rows, TILE) * TILE * ceil_div(columns, TILE) >= 2**31:
-        return "there are too many scales"
-    if devices_of(ctx) > 1:
-        return "XLA would gather the operands on each device"
-    return (*device_violations(device_of(ctx)), launcher_violation(), None)[0]
+        return False
+    down, along = ceil_div(rows, TILE), ceil_div(columns, TILE)
+    if max(batch, down) > MAX_GRID or max(rows, columns, batch * down * TILE * along) >= 2**31:
+        return False  # too many tiles, or scales
+    if devices_of(ctx) > 1:  # XLA would gather the operands on each
+        return False
+    return launcher_violation() is None and not device_violations(device_of(ctx))
 
 
 def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _Launch:
