@@ -8,7 +8,7 @@ chooses, the tuner's lists what a measurement may find better. For a new tile or
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Literal, get_args
 
@@ -40,12 +40,9 @@ class Config:
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
         """Returns the configuration of a kernel."""
-        s = spec
-        return cls(
-            s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
-            s.warp_schedule, s.tile_scheduler, s.epi_tile_n, s.short_boxes, s.evict_first,
-            s.split_k,
-        )  # fmt: skip
+        alike = (field.name for field in fields(cls) if field.name != "k_bytes")
+        named = {name: getattr(spec, name) for name in alike}
+        return cls(k_bytes=spec.tile_k * spec.a_itemsize, **named)
 
 
 # Where storing a large D takes longest: what is written at one time lies close together.

@@ -258,15 +258,15 @@ def cutting_ns(problem: GemmProblem) -> float:
 
 def fma_ns(products: float) -> float:
     """Returns the least time in which the FMA units of all SMs add up so many products."""
-    return products / (FMA_UNITS * 132 * CYCLES_PER_NS)
+    return products / (FMA_UNITS * H200.num_sms * CYCLES_PER_NS)
 
 
 def roofline_ns(problem: GemmProblem) -> float:
     """Returns the least time that any kernel needs: tensor cores or device memory, all busy."""
     if problem.simt:
-        busy = max(fma_ns(problem.flops / 2), problem.bytes / MEMORY_BYTES_PER_NS)
-        return LAUNCH_NS + busy
-    mma_k = 16 / problem.bf16_terms if problem.bf16_terms else DTYPES[problem.a_dtype].mma_k
-    peak_flops_per_ns = MMA_FLOPS * H200.num_sms * CYCLES_PER_NS / MATH_LOSS * mma_k / 16
-    busy = max(problem.flops / peak_flops_per_ns, problem.bytes / MEMORY_BYTES_PER_NS)
-    return LAUNCH_NS + busy
+        math_ns = fma_ns(problem.flops / 2)
+    else:
+        mma_k = 16 / problem.bf16_terms if problem.bf16_terms else DTYPES[problem.a_dtype].mma_k
+        peak_flops_per_ns = MMA_FLOPS * H200.num_sms * CYCLES_PER_NS / MATH_LOSS * mma_k / 16
+        math_ns = problem.flops / peak_flops_per_ns
+    return LAUNCH_NS + max(math_ns, problem.bytes / MEMORY_BYTES_PER_NS)

@@ -30,11 +30,8 @@ def equal_groups(problem: GemmProblem) -> GemmProblem:
     length = p.m if g.axis == "m" else p.k
     groups = max(1, min(g.total, length) if g.axis == "m" else g.total)
     mean = grid.ceil_div(length, groups)
-    layouts = {"a": replace(p.a, batch_stride=1), "d": replace(p.d, batch_stride=1)}
-    if g.axis == "m":
-        return replace(p, m=mean, l=groups, groups=None, **layouts)
-    layouts["b"] = replace(p.b, batch_stride=1)
-    return replace(p, k=mean, l=groups, groups=None, **layouts)
+    apart = {x: replace(getattr(p, x), batch_stride=1) for x in ("ad" if g.axis == "m" else "abd")}
+    return replace(p, l=groups, groups=None, **{g.axis: mean}, **apart)
 
 
 def mean_rows(problem: GemmProblem) -> float | None:

@@ -12,7 +12,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from .configs import RASTER_ORDERS
-from .device import L2_BYTES, Device
+from .device import L2_BYTES, LINE_BYTES, Device
 from .expected_tiles import equal_groups
 from .several import least, most, where
 
@@ -24,7 +24,7 @@ STORED, STORED_BY_SHARES = 1.2, 1.4
 SPLIT_SECTOR_BYTES = 80.0
 # Fitted: how long reading B takes where a tile's lines are shorter than L2's and CTAs are apart
 # along K, so that none nearby reads the rest of a line.
-LINE_BYTES, CUT_LINES = 128, 1.25
+CUT_LINES = 1.25
 FITTING = 0.8  # of L2, that A and B may take to stay there
 BALANCE = 190.0  # FLOPs for each byte moved, from which tensor cores take longer than memory
 
