@@ -56,9 +56,8 @@ def command(
         alone = [replace(gpu, num_sms=sms) for gpu in (dispatch.H100, dispatch.H200)]
         devices = [replace(gpu, comm_overlap=overlap) for gpu in alone for overlap in (False, True)]
         specs = [spec for device in devices for spec in dispatch.table_specs(device, pairs)]
-        specs = list(dict.fromkeys(specs))
     report = cubin.build(specs, jobs=jobs, progress=not say.silent, folder=out)
-    return built(report, cubin.cache_dir())
+    return built(report)
 
 
 def specs_of_program(path: Path) -> list[KernelSpec]:

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+from rich.table import Table
 
 from .. import cubin
-from .report import bytes_text, json_option, say, say_table
+from .report import bytes_text, json_option, say
 
 
 @click.group("cache", no_args_is_help=False)
@@ -25,8 +26,10 @@ def show() -> dict[str, Any]:
     size = bytes_text(sum(entry.nbytes for entry in entries))
     say(f"{len(entries)} kernels, {size}, in {folder}")
     if entries:
-        rows = [(entry.digest[:16], bytes_text(entry.nbytes), entry.name) for entry in entries]
-        say_table(("digest", "size", "kernel"), rows)
+        table = Table("digest", "size", "kernel", box=None, pad_edge=False)
+        for entry in entries:
+            table.add_row(entry.digest[:16], bytes_text(entry.nbytes), entry.name)
+        say(table)
     return {"folder": str(folder), "entries": [asdict(entry) for entry in entries]}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from .. import dispatch, ops
+from ..gemm.problem import GemmProblem
 from ..reports import explain
 from . import products
 from .report import json_option, say
@@ -34,7 +35,7 @@ def command(
 
     from ..testing import shapes
 
-    problem = products.problem(extents, **described)
+    problem = GemmProblem.dense(*extents, **described)
     a, b = (shapes.operand_shape(problem, operand) for operand in ("a", "b"))
     function: Any = ops.dot_general
     numbers: Any = shapes.dimension_numbers(problem)

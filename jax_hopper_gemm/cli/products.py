@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -71,10 +72,10 @@ class DtypeType(click.Choice):
         return self.names[super().convert(short if known else value, param, ctx)]
 
 
-OPERAND, RESULT = DtypeType(OPERANDS), DtypeType((*RESULTS, "int32"))
-
 _OPTIONS = (
-    click.option("--batch", type=POSITIVE, default=1, metavar="L", help="Products of a batch [1]."),
+    click.option(
+        "--batch", "l", type=POSITIVE, default=1, metavar="L", help="Products of a batch [1]."
+    ),
     click.option(
         "--a-major", type=click.Choice(["k", "m"]), default="k",
         help="A is stored (M, K) or (K, M) [k].",
@@ -83,26 +84,25 @@ _OPTIONS = (
         "--b-major", type=click.Choice(["n", "k"]), default="n",
         help="B is stored (K, N) or (N, K) [n].",
     ),
-    click.option("--dtype", type=OPERAND, default="bf16", help="Of A and B [bf16]."),
-    click.option("--result-dtype", "d_dtype", type=RESULT, help="Of D [that of A and B]."),
+    click.option("--dtype", type=DtypeType(OPERANDS), default="bf16", help="Of A and B [bf16]."),
+    click.option(
+        "--result-dtype", "d_dtype", type=DtypeType((*RESULTS, "int32")),
+        help="Of D [that of A and B].",
+    ),
 )  # fmt: skip
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that describe a product besides M, N and K: arguments of `problem`."""
+    """Adds the options that describe a product besides M, N and K, as in `GemmProblem.dense`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
-
-
-def problem(extents: Extents, batch: int, **described: Any) -> GemmProblem:
-    """Returns the problem that `options` and three extents describe."""
-    return GemmProblem.dense(*extents, batch, **described)
 
 
 def problems(wanted: Sequence[Extents | str], **described: Any) -> list[GemmProblem]:
     """Returns the problems of extents and of suites, each once."""
     from ..testing import shapes
 
-    found = [shapes.suite(x) if isinstance(x, str) else (problem(x, **described),) for x in wanted]
+    one = partial(GemmProblem.dense, **described)
+    found = [shapes.suite(x) if isinstance(x, str) else (one(*x),) for x in wanted]
     return list(dict.fromkeys(x for some in found for x in some))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,8 +14,7 @@ from rich.table import Table
 
 import jax_hopper_gemm
 
-if TYPE_CHECKING:
-    from ..cubin import BuildReport
+from .. import cubin
 
 SCHEMA = 1  # of the JSON object; a change of a field's meaning makes another
 
@@ -59,13 +58,6 @@ def say_facts(title: str, facts: Mapping[str, Any]) -> None:
     for name, value in facts.items():
         table.add_row(f"  {name}", str(value))
     say(title)
-    say(table)
-
-
-def say_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*header, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
     say(table)
 
 
@@ -121,7 +113,7 @@ def check_file(path: Path | None, option: str) -> None:
         raise CommandError(f"{option} {path} cannot be written: {reason}. Name another file.")
 
 
-def built(report: BuildReport, folder: Path) -> dict[str, Any]:
+def built(report: cubin.BuildReport) -> dict[str, Any]:
     """Says what was built and returns it for JSON.
 
     Raises:
@@ -129,7 +121,7 @@ def built(report: BuildReport, folder: Path) -> dict[str, Any]:
     """
     say(str(report))
     result = {
-        "folder": str(report.folder or folder),
+        "folder": str(report.folder or cubin.cache_dir()),
         "compiled": [spec.name for spec in report.compiled],
         "reused": [spec.name for spec in report.reused],
         "failures": {spec.name: why for spec, why in report.failures.items()},

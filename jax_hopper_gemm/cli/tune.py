@@ -82,7 +82,7 @@ def build_candidates(problems: list[GemmProblem], count: int, folder: Path) -> d
         reason = dispatch.choose(problems[0], device, kernel_only=True).reason
         raise CommandError(f"there is no candidate to build: {reason}")
     make_folder(folder, "--build-only")
-    return built(cubin.build(list(dict.fromkeys(specs)), folder=folder), folder)
+    return built(cubin.build(specs, folder=folder))
 
 
 def timers(
