@@ -34,7 +34,7 @@ from .invariance import invariant_specs, is_invariant, reduces_rows
 from .legality import device_violations, is_legal, pairing_violations, problem_violations
 from .memory_traffic import best_raster_order
 from .model import beside_xla, best_kernel, not_measured, xla_is_faster, xla_time
-from .table import Key, Source, Table, tables_of
+from .table import Entry, Key, Source, Table, tables_of
 
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
 TOGETHER_DOUBT = 1.05  # of the expected cost of products of one A that one kernel runs
@@ -233,16 +233,15 @@ def _refilled(
     if spec is None:
         return None
     loads_matrix = any(operand.kind == "matrix" for operand in p.graph.operands)
-    if not loads_matrix and not p.gated and _is_slow(p, spec, table, device):
+    if not loads_matrix and not p.gated and _is_slow(p, spec, entry, device):
         return None
     rider = "the epilogue" if p.epilogue else "gathering" if p.groups else "a nested batch"
     reason = f"{plain}; {rider} rides on its kernel"
     return Decision(spec, entry.raster_order, reason, table.source)
 
 
-def _is_slow(problem: GemmProblem, spec: GemmSpec, table: Table, device: Device) -> bool:
+def _is_slow(problem: GemmProblem, spec: GemmSpec, entry: Entry, device: Device) -> bool:
     """Whether the model expects another kernel to be faster than `spec`, the measured one's."""
-    entry = table.entries[Key.of(problem)]
     best, _ = best_kernel(problem, device)
     ns = estimate(problem, spec, entry.raster_order, device).ns
     if entry.kernel_us:  # what the model gets wrong of the plain product

@@ -158,7 +158,7 @@ def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
     fit = fit_for(with_whole_rows(without_epilogue(problem)), device)
-    for rule in RULES if fit else UNFITTED_RULES:
+    for rule in (lags,) if fit else RULES:
         if reason := rule(problem, cost, device):
             return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
     return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
@@ -318,8 +318,7 @@ def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | 
     return None
 
 
-RULES: tuple[XlaRule, ...] = (lags,)
-UNFITTED_RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
+RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

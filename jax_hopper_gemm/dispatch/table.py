@@ -26,7 +26,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -192,11 +192,14 @@ def read_or_start(path: Path, device: Device, option: str) -> Table:
 
 
 def write_table(table: Table, path: str | os.PathLike[str]) -> None:
-    """Writes `table`, sorted, one entry a line; the file changes at once or not at all."""
+    """Writes `table`, sorted, one entry a line; the file changes at once or not at all.
+
+    Dense products come first; the others follow by their extents.
+    """
     device = table.device
     head = {"gpu": device.gpu, "compute_capability": list(device.compute_capability)}
     head |= {"num_sms": device.num_sms}
-    rows = sorted(table.entries.values(), key=lambda entry: _order(entry.key))
+    rows = sorted(table.entries.values(), key=lambda x: (x.key.grouped or "", astuple(x.key)))
     lines = ",\n".join("  " + json.dumps(_row(entry)) for entry in rows)
     text = (
         f'{{"version": {TABLE_VERSION},\n "device": {json.dumps(head)},\n'
@@ -223,11 +226,6 @@ _DEFAULTS = {field.name: field.default for field in fields(GemmSpec)}
 _FIXED = {field.name for field in fields(ProblemType)}  # by the problem, a plain product
 _SPEC_FIELDS = _DEFAULTS.keys() - _FIXED - _OPTIONAL.keys() - {"epi_load_stages"}
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
-
-
-def _order(key: Key) -> tuple:
-    """Returns by what entries are sorted: dense ones first, then by extents."""
-    return (key.grouped or "", *(getattr(key, f.name) for f in fields(key) if f.name != "grouped"))
 
 
 def _row(entry: Entry) -> dict[str, Any]:

@@ -105,8 +105,7 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
 def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
     """Returns the function that chooses a product's kernel, and the tables that it reads."""
     invariant = request.options.batch_invariant
-    whole = device.limited_to(request.options.max_sms)
-    whole = replace(whole, comm_overlap=False) if whole.comm_overlap else whole
+    whole = replace(device.limited_to(request.options.max_sms), comm_overlap=False)
     choose = dispatch.choose_invariant if invariant else dispatch.choose
     return choose, dispatch.tables_of(whole)
 
@@ -143,13 +142,10 @@ def _route(
         return by_xla(reason, "model")
     if decision.spec is None or decision.raster_order is None:
         return by_xla(decision.reason, decision.source)
-    found = Route(
+    return Route(
         "hopper", decision.reason, decision.source, gemm, decision.spec, decision.raster_order,
-        device.num_sms, fusion, axes,
+        device.num_sms, fusion, axes, tuple(replace(x, spec=decision.spec) for x in apart),
     )  # fmt: skip
-    if not apart:
-        return found
-    return replace(found, apart=tuple(replace(x, spec=found.spec) for x in apart))
 
 
 def _whole(route: Route) -> Gemm:
