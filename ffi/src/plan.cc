@@ -84,8 +84,8 @@ int64_t ElementBytes(CUtensorMapDataType dtype) {
   }
 }
 
-// Whether it is a map over rows of which a copy can be told where to stop: `_span_map` of
-// jax_hopper_gemm/launch/plan.py. Its addresses wrap around, back into the rows.
+// Whether it is a map over rows of which a copy can be told where to stop: `span_map` of
+// jax_hopper_gemm/launch/params.py. Its addresses wrap around, back into the rows.
 bool IsSpanMap(const TensorMapPlan& map) {
   return map.rank == 4 && map.dims[1] == kSpanExtent && map.dims[3] == kSpanExtent + 1 &&
          map.strides[1] == map.strides[0] && map.strides[2] == kWrapBytes - map.strides[0];

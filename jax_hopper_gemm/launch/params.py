@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..gemm import grid
@@ -82,11 +82,9 @@ def outer_dims(axes: list[tuple[int, int]], dtype: str) -> tuple[tuple[int, ...]
 
     The stride of a dimension of extent 1 is never used: 16 will do.
     """
-    itemsize = DTYPES[dtype].itemsize
-    extents = tuple(extent for extent, _ in axes)
-    return extents, tuple(
-        stride * itemsize if extent > 1 else TMA_ALIGNMENT for extent, stride in axes
-    )
+    nbytes = DTYPES[dtype].nbytes
+    strides = (nbytes(stride) if extent > 1 else TMA_ALIGNMENT for extent, stride in axes)
+    return tuple(extent for extent, _ in axes), tuple(strides)
 
 
 def span_map(
@@ -122,26 +120,10 @@ def tensor_map(
     box: TmaBox,
     offset: int = 0,
 ) -> TensorMap:
-    contiguous = extents.pop(layout.major)
+    contiguous = extents.pop(layout.major) // DTYPES[dtype].packed
     (other,) = extents.values()
     dims, strides = outer_dims([(other, layout.leading_stride), *batch], dtype)
     return TensorMap(
         buffer, dtype, (contiguous, *dims), strides,
         box=(box.contiguous, box.other, *(1,) * len(batch)), swizzle=box.swizzle, offset=offset,
     )  # fmt: skip
-
-
-def stored(layout: MatrixLayout, dtype: str) -> MatrixLayout:
-    """Returns a layout whose strides count as one the elements that lie `packed`."""
-    packed = DTYPES[dtype].packed
-    if packed == 1:
-        return layout
-    return MatrixLayout(
-        layout.major, layout.leading_stride // packed, layout.batch_stride // packed,
-        tuple(stride // packed for stride in layout.outer_strides),
-    )  # fmt: skip
-
-
-def shortened(box: TmaBox, major: str, rows: int) -> TmaBox:
-    """Returns the box with `rows` at most, where they lie along K."""
-    return replace(box, other=min(box.other, rows)) if major == "k" else box

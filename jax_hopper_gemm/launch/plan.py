@@ -28,9 +28,7 @@ from .params import (
     TensorMap,
     batch_axes,
     outer_dims,
-    shortened,
     span_map,
-    stored,
     tensor_map,
 )
 
@@ -258,11 +256,10 @@ def _operand_map(
     axis, dtype, box = ("m", p.a_dtype, spec.a_box) if of_a else ("n", p.b_dtype, spec.b_box)
     if spec.spans_k:
         return span_map(buffer, dtype, layout, extent, p.k, box, offset)
-    box = shortened(box, layout.major, grid.loaded_rows(p, spec)[0 if of_a else 1])
-    extents = {axis: extent, "k": p.stored_k}
-    extents[layout.major] //= DTYPES[dtype].packed
-    layout = stored(layout, dtype)
-    batch = batch_axes(p, layout, p.matrices(operand))
+    if layout.major == "k":  # of few rows, those that are loaded
+        rows_a, rows_b = grid.loaded_rows(p, spec)
+        box = replace(box, other=min(box.other, rows_a if of_a else rows_b))
+    extents, batch = {axis: extent, "k": p.stored_k}, batch_axes(p, layout, p.matrices(operand))
     return tensor_map(buffer, dtype, layout, extents, batch, box, offset)
 
 
