@@ -229,11 +229,8 @@ class JaxprValues:
         if equation.primitive is lax.select_n_p:  # the case of "true" first, as in MLIR
             atoms = atoms[:0:-1]
         alike = (_value(program, x) for x in atoms if x.aval.shape == value.shape)
-        return [x for x in alike if not self._is_spread(x)]
-
-    def _is_spread(self, value: Value) -> bool:
-        _, equation = value.program.made(value.atom)
-        return equation is not None and equation.primitive is lax.broadcast_in_dim_p
+        made = ((x, x.program.made(x.atom)[1]) for x in alike)
+        return [x for x, by in made if by is None or by.primitive is not lax.broadcast_in_dim_p]
 
     def shape(self, value: Value) -> tuple[Any, ...]:
         return value.shape
