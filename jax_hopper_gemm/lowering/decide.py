@@ -90,7 +90,7 @@ def _decided(
             found = Route("xla", slower, "model", found.gemm)
         routes.append(found)
         # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
-        if routes[-1].path == "hopper" or (routes[-1].supported and not form.widened):
+        if found.path == "hopper" or (found.supported and not form.widened):
             break
     form, chosen = forms[len(routes) - 1], routes[-1]
     if not chosen.supported:
@@ -202,15 +202,12 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
         return None
     if len({origin.permutation for origin in origins[1:]}) > 1:  # gate and up lie differently
         return None
-    first = 1 if request.groups else 0
-    numbers = tuple(
-        i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
-    )
-    for operand in sorted({min(i, 1) for i in numbers}):
+    numbers: tuple[int, ...] = ()
+    for operand, places in enumerate(((0,), tuple(range(1, len(origins))))):
+        if operand == 0 and request.groups:
+            continue
         if stored := _through(request, operand, origins[operand]):
-            request = stored
-        else:
-            numbers = tuple(i for i in numbers if min(i, 1) != operand)
+            request, numbers = stored, numbers + places
     if not numbers:
         return None
     if request.groups and not weights_in_order(request.subscripts):
@@ -240,11 +237,9 @@ def _narrow(form: Form, origins: Sequence[Origin]) -> Form | None:
         (tuple(rights), request.subscripts.rhs, "rhs_dtype"),
         ((0,), request.subscripts.lhs, "lhs_dtype"),
     ):
-        if any(origins[i].permutation is not None and i not in form.stored for i in operands):
-            continue
-        kinds = {origins[i].widened for i in operands}
-        (widened, *others) = kinds
-        if widened is None or others:
+        (widened, *others) = {origins[i].widened for i in operands}
+        hidden = not all(_visible(form, origins, i) for i in operands)
+        if widened is None or others or hidden:
             continue
         along = letters[widened.axis] if widened.group else ""
         if along not in request.subscripts.contracted or (widened.group and field == "lhs_dtype"):
@@ -388,11 +383,8 @@ def _indexing(form: Form, origins: Sequence[Origin]) -> Form:
     if request.groups or request.indexed or len(origins) > 2:
         return form
     shapes = request.lhs_shape, request.rhs_shape
-    numbers = [
-        i
-        for i, origin in enumerate(origins)
-        if origin.stack is not None and _visible(form, origins, i)
-    ]
+    stacked = (i for i, origin in enumerate(origins) if origin.stack is not None)
+    numbers = [i for i in stacked if _visible(form, origins, i)]
     if not numbers:
         return form
     i = max(numbers, key=lambda i: prod(shapes[i]))
