@@ -78,10 +78,9 @@ def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
             if layout.major != "k"
         ]
     else:
-        strides = (2 * p.n if r.planes > 1 else p.d.leading_stride for r in p.graph.matrices)
         lines = [
-            ("D is stored (M, N)", stride, r.dtype)
-            for stride, r in zip(strides, p.graph.matrices, strict=True)
+            ("D is stored (M, N)", 2 * p.n if r.planes > 1 else p.d.leading_stride, r.dtype)
+            for r in p.graph.matrices
         ]
     distances = (
         (f"{stored} {dtype}", stride * DTYPES[dtype].itemsize) for stored, stride, dtype in lines
