@@ -135,7 +135,7 @@ def run(
         if not kernel:
             chosen.pop("hopper", None)
         # Where they are the same program, it is timed once and shown twice.
-        same = (free.spec, free.raster_order) == (forced.spec, forced.raster_order) and kernel != ""
+        same = (free.spec, free.raster_order) == (forced.spec, forced.raster_order)
         if same and "hopper" in chosen:
             chosen.pop("auto", None)
         input_sets = random_inputs(problem)
