@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -60,25 +61,20 @@ class _Simulation:
         self.arrived: list[float] = []  # when each k-tile was in shared memory
         self.ends: dict[tuple[int, int], float] = {}  # of (warpgroup, k-tile)'s multiplication
 
-    def readers(self, k_tile: int) -> list[int]:
-        """Returns the warpgroups that multiply a k-tile."""
-        warpgroups = range(self.spec.math_warpgroups)
-        return [k_tile // self.cycles.k_tiles % 2] if self.pingpong else list(warpgroups)
-
-    def released(self, k_tile: int) -> float | None:
-        """Returns the time at which a k-tile's stage became free again, or None."""
-        last = k_tile % self.cycles.k_tiles == self.cycles.k_tiles - 1
+    def released(self, k_tile: int) -> float:
+        """Returns the time at which a k-tile's stage became free again; infinity: not yet."""
+        tile, step = divmod(k_tile, self.cycles.k_tiles)
+        readers = [tile % 2] if self.pingpong else range(self.spec.math_warpgroups)
+        last = step == self.cycles.k_tiles - 1
         behind = k_tile if last else k_tile + 1  # one group of wgmma stays in flight
-        ends = [self.ends.get((reader, behind)) for reader in self.readers(k_tile)]
-        return None if None in ends else max(end for end in ends if end is not None)
+        return max(self.ends.get((reader, behind), math.inf) for reader in readers)
 
     def load(self) -> None:
         """Loads every k-tile that finds its stage free."""
         while (k_tile := len(self.arrived)) < self.total:
-            free: float | None = 0.0
-            if k_tile >= self.spec.num_stages:
-                free = self.released(k_tile - self.spec.num_stages)
-            if free is None:
+            before = k_tile - self.spec.num_stages
+            free = self.released(before) if before >= 0 else 0.0
+            if math.isinf(free):
                 return
             start = max(free, self.arrived[-1] if self.arrived else 0.0)
             self.arrived.append(start + self.cycles.load)
