@@ -159,7 +159,8 @@ def check_quantized(op: str, operands: Sequence[tuple[str, Any]]) -> None:
         if x.packed or x.values.dtype.name not in QUANTIZED:
             raise TypeError(
                 f"{op}: {name} is of {'int4' if x.packed else x.values.dtype.name} beside a "
-                "quantized array: pass the other one in 16 bits"
+                f"quantized array, expected {', '.join(QUANTIZED)}: quantize it to one of them, or "
+                "pass the other one as an array of 16-bit floats"
             )
 
 
