@@ -67,7 +67,8 @@ def canonical_form(
         problem = replace(problem, **sums)
     if request.indexed:
         problem = _in_stack(problem, request, gemm.swap_ab)
-    gemm = replace(gemm, problem=problem)
+    if problem is not gemm.problem:
+        gemm = replace(gemm, problem=problem)
     measured = {request.lhs_dtype, request.rhs_dtype} <= set(HALVES)
     if request.indexed or request.groups or problem.up_offset or not measured:
         return gemm

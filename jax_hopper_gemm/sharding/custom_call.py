@@ -128,7 +128,7 @@ def product_at(value: Any) -> Any:
     if call.attributes["call_target_name"].value != TARGET:
         return None
     config = json.loads(call.attributes["backend_config"].value)
-    _, reader = _calls[config["name"]]
+    _, reader = _calls.get(config["name"], (None, None))
     return reader and reader(result, list(call.operands), config["params"])
 
 
