@@ -350,6 +350,7 @@ def test_a_report_names_the_blocks():
 # Mistakes.
 
 Q = jhg.quantize(normal((64, 256)), block=(1, 128))
+WIDE = jhg.Quantized(jnp.ones((64, 64)), jnp.ones((1, 1)))  # of a dtype that no kernel takes
 
 
 @pytest.mark.parametrize(
@@ -376,9 +377,8 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
          "2 axes of quantized arrays are contracted"),
         (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((1, 64, 8))), np.array([3])),
          TypeError, r"lhs is f32\[8,64\] beside a quantized array: quantize it, too"),
-        (lambda: jhg.dot_general(*[jhg.Quantized(normal((64, 64)), jnp.ones((1, 1)))] * 2,
-                                 (((1,), (1,)), ((), ()))),
-         TypeError, "lhs is of float32 .* expected .*float8_e4m3fn.*: quantize it to one of them"),
+        (lambda: jhg.matmul(WIDE, WIDE),
+         TypeError, "a is of float32 .* expected .*float8_e4m3fn.*: quantize it to one of them"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, error, text):
