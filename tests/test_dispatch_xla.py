@@ -28,7 +28,7 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import shapes
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
-SOME_SURVEYS = fit_xla.SURVEYS[::3]
+SOME_SURVEYS = fit_xla.SURVEYS[::3]  # a third of them, of both GPUs
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 
 

@@ -194,7 +194,7 @@ def read_or_start(path: Path, device: Device, option: str) -> Table:
 def write_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes `table`, sorted, one entry a line; the file changes at once or not at all.
 
-    Dense products come first; the others follow by their extents.
+    Dense products come first, those of groups follow, each by their extents.
     """
     device = table.device
     head = {"gpu": device.gpu, "compute_capability": list(device.compute_capability)}
