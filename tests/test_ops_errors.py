@@ -49,13 +49,14 @@ CASES = [
     (lambda: MATMUL(A, B, implementation=np.array(["xla"])), ValueError,
      "matmul: implementation is array(['xla'], dtype='<U3'), expected None, 'hopper' or 'xla'"),
     (lambda: MATMUL(A, B, preferred_element_type="fp8"), TypeError,
-     "matmul: preferred_element_type is 'fp8', expected a dtype, or a tuple of them for several "
-     "results, or None"),
-    (lambda: EINSUM("mk,kn->mn", A, B, preferred_element_type=(object,)), TypeError,
-     "einsum: preferred_element_type is <class 'object'>, expected one dtype or None"),
-    (lambda: MATMUL(A, B, preferred_element_type=jnp.float32(1)), TypeError,
-     "matmul: preferred_element_type is Array(1., dtype=float32), expected a dtype, or a tuple of "
+     "matmul: preferred_element_type is 'fp8', expected a dtype such as jnp.float32, or a tuple of "
      "them for several results, or None"),
+    (lambda: EINSUM("mk,kn->mn", A, B, preferred_element_type=(object,)), TypeError,
+     "einsum: preferred_element_type is <class 'object'>, expected a dtype such as jnp.float32 or "
+     "None"),
+    (lambda: MATMUL(A, B, preferred_element_type=jnp.float32(1)), TypeError,
+     "matmul: preferred_element_type is Array(1., dtype=float32), expected a dtype such as "
+     "jnp.float32, or a tuple of them for several results, or None"),
     (lambda: jhg.ragged_dot(A, B[None], jnp.array([128]), B), TypeError,
      "precision is a ArrayImpl, expected what jax.numpy.matmul takes, such as "
      "jax.lax.Precision.HIGHEST or its name"),

@@ -66,7 +66,8 @@ ERRORS = [
      "ragged_dot_general: lhs_ragged_dimensions is (0.5,), expected a sequence of axes"),
     (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 0, 0),
                      preferred_element_type=("float32",)), TypeError,
-     "ragged_dot_general: preferred_element_type is ('float32',), expected one dtype or None"),
+     "ragged_dot_general: preferred_element_type is ('float32',), expected a dtype such as "
+     "jnp.float32 or None"),
     (lambda: GENERAL(LHS, RHS, SIZES, numbers(([1], [1]), ([], []), 0, 1)), ValueError,
      "ragged_dot_general: rhs_group_dimensions is (1,), expected one axis of rhs, f32[3,3,4], "
      "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"),

@@ -10,6 +10,7 @@ from .choice import choose_invariant as choose_invariant
 from .cost import estimate as estimate
 from .cost import fma_ns as fma_ns
 from .cost import pass_ns as pass_ns
+from .cost import widening_ns as widening_ns
 from .device import H100 as H100
 from .device import H200 as H200
 from .device import Device as Device

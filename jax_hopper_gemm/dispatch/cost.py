@@ -73,6 +73,9 @@ HANDOVER_CYCLES = 1000.0  # fitted: from the first store of a partial sum until 
 SHARED_WAVE = 1.067  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 COPY_PASSES = 2.6  # measured: as many bytes moved for each byte of lines that begin anywhere
 CUT_PASSES = 1.2  # fitted: as many bytes moved for each that is moved to cut operands into parts
+# Measured on an H200, of elements of 8 and of 4 bits with scales along K: XLA computes for longer
+# than memory takes to bring and store them.
+WIDENING_NS = {8: 1.2e-3, 4: 2.37e-3}
 SIMT_LOSS = 0.05  # assumed: of their cycles, to copies for each side of a tile of 128x128
 
 
@@ -234,6 +237,11 @@ def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCyc
 def pass_ns(nbytes: float) -> float:
     """Returns the expected time of an elementwise kernel that moves so many bytes."""
     return LAUNCH_NS + nbytes / MEMORY_BYTES_PER_NS
+
+
+def widening_ns(elements: int, dtype: str) -> float:
+    """Returns the expected time in which XLA makes 16 bits of elements of 8 or 4."""
+    return LAUNCH_NS + WIDENING_NS[DTYPES[dtype].bits] * elements
 
 
 def copying_ns(problem: GemmProblem) -> float:

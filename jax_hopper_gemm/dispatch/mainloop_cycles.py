@@ -33,8 +33,10 @@ LINES_APART = {"H100": 0.5, "H200": 0.0}
 LINES_APART_ROWS = 512
 # Fitted over 352 kernels of 27 products with epilogues: from asking for a stage of operands to the
 # end of its multiplication, on a busy chip. A ring of n stages takes in no more than n of them in
-# that time.
-RING_CYCLES = 2400.0
+# that time. Where warpgroups take k-tiles in turns, each takes longer: fitted over 240 products of
+# 1 to 32 rows on an H200, whose kernels of least cost then took 1.001 of the fastest one's time in
+# the mean and 1.12 at most; by the other number 1.016 and 1.30.
+RING_CYCLES, RING_CYCLES_IN_TURNS = 2400.0, 4400.0
 
 # Fitted over 25 kernels on 6 products of 8 bits, which then err by 4 % (rms): cycles of a k-tile
 # beside those of the tensor cores, where sums are promoted, by math warpgroups (of one assumed).
@@ -49,13 +51,14 @@ COLUMN_SCALES_CYCLES, PIECE_CYCLES = 90.0, 40.0
 CONVERSION_INSTRUCTIONS = 2.2
 INT4_INSTRUCTIONS = {1: 2.0, 2: 1.5}
 PARTS_LOSS = 1.42  # measured: of a k-tile whose operands the kernel cuts, 1.35 to 1.48
-# Fitted over 9 kernels of 1 and 64 rows, which then err by 6 % (rms): of the faster of conversion
-# and multiplication, assumed the same with more rows, and what it takes to begin a k-tile.
-# Measured: an instruction whose other operand is in registers.
+# Of the faster of conversion and multiplication: fitted over 9 kernels of 1 and 64 rows, assumed
+# the same with more. Measured: an instruction whose other operand is in registers.
 CONVERSION_LEAK = 0.3
 LEAST_MMA_CYCLES = 16.0
-BEGIN_CYCLES = 40.0
-SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
+# What it takes to begin a k-tile, and until the sums of a group are there, beside the other
+# warpgroup. Fitted over 408 products of 1 to 512 rows on an H200: kernels of least cost then took
+# 1.004 of the fastest one's time in the mean and 1.12 at most.
+BEGIN_CYCLES, SCALING_CYCLES = 80.0, 30.0
 
 
 def bounded_by(a: float, b: float, exponent: float) -> float:
@@ -164,7 +167,8 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     late_b = where(s.cluster_n > 1, columns / (rows + columns), 0.0)
     arriving = bounded_by(taken, requested, LOAD_EXPONENT)
     arriving *= 1 + CLUSTER_WAIT * (late_a + late_b)
-    return most(most(arriving, _gather_cycles(s)), RING_CYCLES / s.num_stages)
+    ring = where(s.k_in_turns, RING_CYCLES_IN_TURNS, RING_CYCLES) / s.num_stages
+    return most(most(arriving, _gather_cycles(s)), ring)
 
 
 def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..dispatch import Device, fma_ns, pass_ns
+from ..dispatch import Device, fma_ns, pass_ns, widening_ns
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
@@ -156,13 +156,12 @@ def _slower_than_written(
     instead = next((x for x in written if x.path == "hopper"), None)
     if instead is None:
         return None
-    request, wide = form.request, forms[-1].request
-    left = 0 in form.widened
+    request, left = form.request, 0 in form.widened
     elements = prod(request.lhs_shape if left else request.rhs_shape) * len(form.widened)
-    narrow, half = (x.lhs_dtype if left else x.rhs_dtype for x in (request, wide))
-    moved = DTYPES[narrow].nbytes(elements) + DTYPES[half].nbytes(elements)
+    narrow = request.lhs_dtype if left else request.rhs_dtype
     device = device.limited_to(request.options.max_sms)
-    here, there = found.expected_ns(device), instead.expected_ns(device) + pass_ns(moved)
+    here = found.expected_ns(device)
+    there = instead.expected_ns(device) + widening_ns(elements, narrow)
     if here <= WRITTEN_MARGIN * there:
         return None
     return (

@@ -87,8 +87,10 @@ def as_result_dtype(op: str, dtype: Any, *, several: bool = True) -> Any:
     if several and isinstance(dtype, tuple | list):
         return tuple(as_result_dtype(op, x, several=False) for x in dtype)
     if dtype is not None and _as_dtype(dtype) is None:
-        kinds = "a dtype, or a tuple of them for several results," if several else "one dtype"
-        raise TypeError(f"{op}: preferred_element_type is {dtype!r}, expected {kinds} or None")
+        kinds = "jnp.float32, or a tuple of them for several results," if several else "jnp.float32"
+        raise TypeError(
+            f"{op}: preferred_element_type is {dtype!r}, expected a dtype such as {kinds} or None"
+        )
     return dtype
 
 
