@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from support.compiling import code_of, skip_without_compiler
+from support.covering import ALL, covering_subset
 from support.eight_bit import chosen_specs
 from support.graphs import EIGHT_BIT
+from support.policies import pairs_of, traits_of
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -30,7 +32,7 @@ def spec_of(a: str, b: str, d: str, tile_m: int = 128, tile_n: int = 256, **give
     return GemmSpec(a, b, d, "k", "k", tile_m, tile_n, **fields)
 
 
-SPECS = [
+LISTED = [
     spec_of(E4M3, E4M3, "bfloat16", num_stages=4),
     spec_of(E4M3, E5M2, "float32", tile_scheduler="dynamic"),
     spec_of(E5M2, E4M3, "float16", tile_n=128, tile_k=256, cluster_m=1),
@@ -67,6 +69,18 @@ SPECS = [
     spec_of(E4M3, E4M3, E4M3, epilogue="quantized_e4m3", tile_n=192),
     spec_of(E4M3, E4M3, "float32", epilogue="through_int8", tile_n=128),
 ]  # fmt: skip
+PAIRED = (
+    "a_dtype", "grouped", "promoted", "a_block", "b_block", "tile_scheduler", "warp_schedule",
+    "tile_m", "tile_n",
+)  # fmt: skip
+
+
+def shown(spec: GemmSpec) -> set:
+    """Returns each trait of a kernel, and each pair of those that its sums depend on."""
+    return {*traits_of(spec), *pairs_of({field: getattr(spec, field) for field in PAIRED})}
+
+
+SPECS = LISTED if ALL else covering_subset(LISTED, shown)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

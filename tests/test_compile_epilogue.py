@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.compiling import code_of, skip_without_compiler
+from support.policies import compiled_specs
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
@@ -28,12 +29,6 @@ def matrix(value: int, dtype: str = BF16, plane: int = 0, planes: int = 1) -> Re
     return Result("matrix", value, dtype, plane=plane, planes=planes)
 
 
-BIAS_TANH = EpilogueGraph(
-    operands=(Operand("row", BF16),),
-    nodes=(Node("add", (0, 1)), Node("tanh", (2,))),
-    results=(matrix(3),),
-)
-SAVED = replace(BIAS_TANH, results=(matrix(3), matrix(2, F32)))
 RESIDUAL = EpilogueGraph(
     operands=(Operand("matrix", BF16), Operand("column", F32)),
     nodes=(Node("mul", (0, 2)), Node("add", (3, 1))),
@@ -44,11 +39,6 @@ ACCUMULATE = EpilogueGraph(
     nodes=(Node("mul", (0, 2)), Node("add", (3, 1))),
     results=(matrix(4, F32),),
 )
-DROPOUT = EpilogueGraph(
-    operands=(Operand("matrix", "bool"), Operand("column", F16)),
-    nodes=(Node("mul", (0, 2)), Node("constant", (), (0.0,)), Node("select", (1, 3, 4))),
-    results=(matrix(5, F16),),
-)
 GATED = EpilogueGraph(2, (), (Node("tanh", (0,)), Node("mul", (2, 1))), (matrix(3),))
 GATED_SAVED = replace(GATED, results=(matrix(3), matrix(0, BF16, 0, 2), matrix(1, BF16, 1, 2)))
 BIAS_GRADIENT = EpilogueGraph(
@@ -57,14 +47,6 @@ BIAS_GRADIENT = EpilogueGraph(
     results=(matrix(2), Result("column_sum", 2), Result("max", 3)),
 )
 LOGSUMEXP = EpilogueGraph(results=(Result("row_sumexp", 0),))
-ROUTER = EpilogueGraph(
-    operands=(Operand("row", F32),),
-    nodes=(
-        Node("add", (0, 1)), Node("row_max", (2,)), Node("sub", (2, 3)), Node("exp", (4,)),
-        Node("row_sum", (5,)), Node("div", (5, 6)),
-    ),
-    results=(matrix(7), Result("top_k_values", 7, k=2), Result("top_k_indices", 7, k=2)),
-)  # fmt: skip
 
 
 def spec_of(graph: EpilogueGraph, tile_m: int, tile_n: int, **fields) -> GemmSpec:
@@ -78,23 +60,20 @@ def spec_of(graph: EpilogueGraph, tile_m: int, tile_n: int, **fields) -> GemmSpe
     )
 
 
-PINGPONG = {"warp_schedule": "pingpong"}
 SPECS = [
-    spec_of(BIAS_TANH, 128, 256, cluster_m=2),
-    spec_of(BIAS_TANH, 64, 128, tile_scheduler="single", epi_tile_n=64),
-    spec_of(SAVED, 128, 128, tile_scheduler="dynamic", **PINGPONG),
-    spec_of(RESIDUAL, 256, 128, cluster_n=2, tile_scheduler="dynamic", b_major="k"),
-    spec_of(RESIDUAL, 128, 128, epi_load_stages=4, epi_tile_n=16, **PINGPONG),
     spec_of(ACCUMULATE, 128, 256, cluster_m=2, num_stages=2),
-    spec_of(DROPOUT, 128, 128, tile_scheduler="single"),
+    spec_of(RESIDUAL, 128, 128, epi_load_stages=4, epi_tile_n=16, warp_schedule="pingpong"),
     spec_of(GATED, 128, 256, cluster_m=2),
-    spec_of(GATED, 128, 96, cluster_n=2, epi_tile_n=16, **PINGPONG),
-    spec_of(GATED, 64, 128, tile_k=128, b_major="k", num_stages=2),
     spec_of(GATED_SAVED, 192, 128, a_major="m"),
     spec_of(BIAS_GRADIENT, 128, 256, cluster_m=2, tile_scheduler="dynamic"),
     spec_of(LOGSUMEXP, 128, 256, cluster_m=2),
-    spec_of(ROUTER, 128, 128),
-]
+    *(
+        spec
+        for spec in compiled_specs()
+        if spec.epilogue and spec.d_major == "n"
+        and not (spec.grouped or spec.split_k or spec.nested or spec.loose_d)
+    ),
+]  # fmt: skip
 
 
 def problem_of(spec: GemmSpec) -> GemmProblem:

@@ -9,6 +9,7 @@ from support import cutting, float32, sgemm
 from support.compiling import code_of, skip_without_compiler
 from support.covering import ALL, covering_subset
 from support.policies import (
+    pairs_of,
     parts_specs,
     shown_by_code,
     stored_parts_specs,
@@ -30,13 +31,17 @@ pytestmark = pytest.mark.compile
 shown = shown_by_code if ALL else traits_of
 LONG = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
 LARGE = [spec for spec in LONG if spec.cuts_operands]
-PARTS = list(dict.fromkeys((*LARGE[::3], *covering_subset([*LARGE, *parts_specs()], shown))))
+PARTS = covering_subset([*LARGE, *parts_specs()], shown)
 STORED = [spec for spec in LONG if spec.reads_parts]
-STORED = list(dict.fromkeys((*STORED[::3], *covering_subset(stored_parts_specs(), traits_of))))
+STORED = covering_subset([*STORED, *stored_parts_specs()], traits_of)
 PLAIN = GemmProblem.dense(4096, 4096, 4096, b_major="k", dtype="float32")
 CHOSEN = choose(PLAIN, H200, kernel_only=True).spec
 TF32 = list(dict.fromkeys((CHOSEN, *covering_subset(tf32_specs(), shown))))
-SGEMM = sgemm.kernels()[:8] + sgemm.kernels()[-3:]
+SGEMM = covering_subset(
+    sgemm.kernels()[:8] + sgemm.kernels()[-3:],
+    lambda spec: pairs_of({f: getattr(spec, f) for f in ("a_major", "b_major", "simt_width")})
+    | {spec.tile_k, spec.num_stages},
+)
 CUTS = list(dict.fromkeys(case.spec for case in cutting.CASES))
 SPECS = [*PARTS, *STORED, *CUTS, *TF32, *SGEMM]
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from support import graphs, lanes
+from support import lanes, policies
 from support.compiling import code_of, skip_without_compiler
 from support.grouped import Layout, problem_of
 
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES, Gather
-from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
@@ -21,49 +19,12 @@ skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
-
-def rows(tile_m: int, tile_n: int, **fields) -> GemmSpec:
-    defaults: dict[str, Any] = {"a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2}
-    return GemmSpec(
-        "bfloat16", "bfloat16", "bfloat16", tile_m=tile_m, tile_n=tile_n, grouped="m",
-        **defaults | fields,
-    )  # fmt: skip
-
-
-def contracted(tile_m: int, tile_n: int, **fields) -> GemmSpec:
-    defaults: dict[str, Any] = {"d_dtype": "bfloat16", "num_stages": 3, "epi_stages": 2}
-    return GemmSpec(
-        "bfloat16", "bfloat16", a_major="m", b_major="n", tile_m=tile_m, tile_n=tile_n, grouped="k",
-        **defaults | fields,
-    )  # fmt: skip
-
-
-PINGPONG = {"warp_schedule": "pingpong"}
-SPECS = [
-    rows(128, 256, cluster_n=2),
-    rows(256, 128, cluster_n=2, tile_scheduler="dynamic"),
-    rows(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    rows(128, 192, cluster_m=2, b_major="k", tile_scheduler="dynamic", **PINGPONG),
-    rows(128, 192, b_major="k", tile_scheduler="dynamic", **PINGPONG),
-    rows(64, 256, num_stages=4),
-    rows(64, 64, tile_k=128, b_major="k"),
-    rows(128, 128, epilogue=graphs.bias_silu(), epi_load_stages=2, **PINGPONG),
-    rows(128, 128, epilogue=graphs.residual(), epi_load_stages=2, cluster_n=2),
-    rows(128, 192, epilogue=graphs.gated_silu(), b_major="k"),
-    contracted(128, 256, cluster_m=2),
-    contracted(256, 128, cluster_n=2, tile_scheduler="dynamic", d_dtype="float32", num_stages=2),
-    contracted(128, 192, cluster_m=2, tile_scheduler="dynamic", **PINGPONG),
-    contracted(
-        128, 128, d_dtype="float32", epilogue=graphs.residual("float32", "float32"),
-        epi_load_stages=2,
-    ),
-]  # fmt: skip
+SPECS = [spec for spec in policies.compiled_specs() if spec.grouped]
 
 
 @pytest.fixture(params=SPECS, ids=lambda spec: spec.name)
 def kernel(request, built):
     spec = request.param
-    assert violations(spec) == []
     return spec, *code_of(spec, built)
 
 
@@ -118,7 +79,10 @@ def test_gathered_rows_are_copied_from_where_they_lie_beyond_2_31_elements(
         "copy_piece": lambda _, address, nbytes: copied.append((int(address), int(nbytes))),
     }
     tma = SimpleNamespace(nbytes=0, view=lambda *_: None)
-    producer = module.GatherProducer(rows(128, 128, gathered="a"), tma)
+    spec = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, grouped="m", gathered="a"
+    )
+    producer = module.GatherProducer(spec, tma)
     for name, function in instead.items():
         monkeypatch.setattr(module, name, function)
     args = SimpleNamespace(

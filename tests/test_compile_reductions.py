@@ -305,12 +305,11 @@ def test_offsets_of_more_than_2_31_partial_results_do_not_wrap(kind, m, n, reduc
     assert np.all(at >= size // 2), "its matrix is the second of two"
 
 
-@pytest.mark.parametrize("epi_tile_n", [32, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reduction_beside_a_matrix_does_not_spill(kind, epi_tile_n):
+def test_a_reduction_beside_a_matrix_does_not_spill(kind):
     result = Result(kind, 0, k=8 if kind.startswith("top_k") else 0)
-    spec = spec_of(result, tile_n=256, cluster_m=2, epi_tile_n=epi_tile_n)
-    code_of(spec, {})
+    widest = 64  # narrower subtiles take fewer registers
+    code_of(spec_of(result, tile_n=256, cluster_m=2, epi_tile_n=widest), {})
 
 
 @pytest.mark.parametrize("tile_m, tile_n", [(64, 64), (64, 256), (128, 256)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -44,7 +44,7 @@ def code_of(spec: GemmSpec, failures: Mapping[GemmSpec, str]) -> Code:
     return code
 
 
-@lru_cache
+@cache
 def _code_of(spec: GemmSpec) -> Code:
     compiled = cubin.get(spec)
     text = disassemble(compiled.cubin)
