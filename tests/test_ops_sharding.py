@@ -292,7 +292,7 @@ def test_a_gated_unit_takes_a_sharding_where_k_is_sharded(recipe, stacked):
 
 def test_a_grouped_gate_takes_a_sharding_where_experts_are_sharded():
     x, w, sizes = integers((16, 8)), integers((4, 8, 8), seed=1), jnp.array([3, 0, 9, 4])
-    whole = jhg.gated_linear_unit(x, (w, w), group_sizes=sizes)
+    whole = jax.jit(jhg.gated_linear_unit)(x, (w, w), group_sizes=sizes)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         w = jax.reshard(w, P("x"))
         found = jhg.gated_linear_unit(x, (w, w), group_sizes=sizes, out_sharding=P("y"))
@@ -337,7 +337,7 @@ def test_arrays_need_not_be_placed_on_explicit_axes_to_be_quantized():
         products = jhg.matmul(rows, columns), jhg.matmul(x.astype("bfloat16"), weights)
         return rows, rows.dequantize(), *products
 
-    whole = results(x, w)
+    whole = jax.jit(results)(x, w)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         found = [results(x, w), jax.jit(results)(x, w)]
     close = partial(np.testing.assert_allclose, rtol=1e-2)
@@ -369,7 +369,7 @@ def test_rows_that_are_picked_have_their_scales(out_spec):
         gated = jhg.gated_linear_unit(rows_of_x, (columns, columns), **options)
         return gated, jhg.ragged_dot(rows_of_x, columns, **options)
 
-    whole = product(x, w)
+    whole = jax.jit(product)(x, w)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         found = product(jax.reshard(x, P("x")), jax.reshard(w, P()), out_sharding=out_spec)
         assert {jax.typeof(y).sharding.spec for y in found} == {P(*(out_spec or (None,)), None)}

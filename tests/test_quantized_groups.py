@@ -44,12 +44,13 @@ def test_transformations_are_those_of_the_dequantized_arrays(kind):
     x, w = ragged(kind, "plain", "float8_e4m3fn").operands
     both = np.stack((SIZES, SIZES[::-1]))
 
+    @jax.jit
     def mapped(x: Any, w: Any) -> Any:
         return jax.vmap(lambda s: jhg.ragged_dot(x, w, s, activation="relu"))(both)
 
     close(mapped(x, w), mapped(x.dequantize(), w.dequantize()), 1e-2)
     twice = jax.tree.map(lambda a: jnp.stack((a, a)), x)
-    found = jax.vmap(lambda x: jhg.ragged_dot(x, w, SIZES, activation="relu"))(twice)
+    found = jax.jit(jax.vmap(lambda x: jhg.ragged_dot(x, w, SIZES, activation="relu")))(twice)
     close(found[1], mapped(x, w)[0])
 
     def loss(scale: Any, wide: bool) -> Any:
@@ -57,7 +58,8 @@ def test_transformations_are_those_of_the_dequantized_arrays(kind):
         pair = (x.dequantize(), own.dequantize()) if wide else (x, own)
         return (jhg.ragged_dot(*pair, SIZES) ** 2).sum()
 
-    close(jax.grad(loss)(w.scale, False), jax.grad(loss)(w.scale, True), 1e-2)
+    found, wanted = (jax.jit(jax.grad(loss), static_argnums=1)(w.scale, y) for y in (False, True))
+    close(found, wanted, 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["rows and columns", "blocks"])
@@ -105,4 +107,4 @@ def test_scales_of_all_groups_are_read_by_no_group(quantized):
 
     for function in (dot, gated):
         assert "rows_of_groups" not in str(jax.make_jaxpr(function)(rows, w))
-        close(function(rows, w), function(*wide), 1e-2)
+        close(jax.jit(function)(rows, w), jax.jit(function)(*wide), 1e-2)

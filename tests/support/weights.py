@@ -23,11 +23,14 @@ DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "e4m3": jnp.float8_e4m3fn, "packed
 BLOCKS = {"columns": None, "k32": 32, "k64": 64, "k128": 128}
 
 
+_quantize = jax.jit(jhg.quantize, static_argnums=(1, 2))
+
+
 def quantized(shape: tuple[int, ...], axis: int, dtype: str, block: int | None, seed: int) -> Any:
     """Returns weights with a scale for each column, or for each `block` along `axis`."""
     blocks: list[int | None] = [1] * len(shape)
     blocks[axis] = block
-    found = jhg.quantize(normal(shape, seed=seed) / 8, DTYPES[dtype], blocks)
+    found = _quantize(normal(shape, seed=seed) / 8, DTYPES[dtype], tuple(blocks))
     return found.pack_weights() if dtype == "packed" else found
 
 
