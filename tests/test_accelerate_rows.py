@@ -174,6 +174,7 @@ def test_xla_reads_a_row_once_for_a_softmax_of_which_nothing_else_is_read() -> N
         assert results == ["bfloat16 2"] and "reduce_max" not in operations
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_fused")
 def test_a_float16_result_and_its_statistics_keep_the_smallest_numbers() -> None:
     steps = np.arange(8 * 8).reshape(8, 8) - 3.75  # results lie between the subnormal numbers
@@ -273,6 +274,7 @@ def test_a_mask_behind_axes_of_extent_1_is_part_of_the_logits_kernel() -> None:
     assert {"mul", "select_n"} <= operations
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_fused")
 @pytest.mark.parametrize("heads", [4, 2], ids=["as many keys", "shared keys"])
 def test_accelerated_attention_has_the_plain_one_s_gradients(heads: int) -> None:
@@ -349,6 +351,7 @@ def test_rows_go_back_to_their_order_without_a_scatter_on_one_gpu() -> None:
     assert "stablehlo.scatter" in text
 
 
+@pytest.mark.slow
 def test_rows_in_order_are_those_of_the_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scatters, "LEAST_MOVED", 1)
     tokens, width = 128, 64

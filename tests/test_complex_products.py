@@ -56,6 +56,7 @@ def test_an_algorithm_may_be_a_name(precision):
     assert_near(jhg.dot_general(a, b, numbers_of, precision=precision), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", NAMES, ids=str)
 def test_einsums_groups_and_gates_drop_no_part(precision):
     a, b, c = numbers((M, K), 0) / K, numbers((K, N), 1), numbers((N, 8), 2) / N

@@ -69,6 +69,7 @@ def test_empty_products_follow_their_rule(function, name):
     program.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_may_have_no_tokens():
     arrays = [normal(s) for s in ((0, 16), (16, 4), (4, 16, 2, 8), (4, 8, 16))]
 

@@ -221,6 +221,7 @@ def test_experts_over_devices_are_the_layer_of_one(how, of_one_device, monkeypat
     assert_close(both(over_devices(K, how), args), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gather", "all_to_all"])
 def test_no_tokens_are_exchanged(how):
     args = weights_of(0, 6, 16, 4)

@@ -244,6 +244,7 @@ def test_dispatch_and_combine_are_transposes():
     )
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_those_of_the_routing_are_named():
     routing = moe.route(jnp.ones((4, 8)), 2)
     with pytest.raises(ValueError, match=r"x is f32\[3,5\], expected 4 rows, one for each token"):

@@ -27,6 +27,7 @@ from jax_hopper_gemm import nn  # noqa: E402
 from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
 
 
+@pytest.mark.slow
 def test_linen_is_an_attribute_that_is_imported_where_it_is_asked_for():
     source = (
         "import sys\n"
@@ -224,6 +225,7 @@ def test_down_takes_options_of_its_own():
         assert mlp(integers((2, 8))).shape == (2, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
 def test_training_lowers_the_loss(kind):
     optax = pytest.importorskip("optax")

@@ -119,6 +119,7 @@ def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
     assert_close(pair, expected.gate_up[...])
 
 
+@pytest.mark.slow
 def test_one_token_axis_need_not_be_in_a_tuple():
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
     here, x = filled()
@@ -271,6 +272,7 @@ def mixtral(names=("w1", "w3", "w2"), prefix="model.layers.0.block_sparse_moe.")
     return x, state, looped(x, router, gate_up, down, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 def test_parameters_of_mixtral_load_and_go_back(stacked):
     x, state, expected = mixtral()

@@ -72,6 +72,7 @@ def test_rows_that_there_are_not_are_zeros():
     np.testing.assert_array_equal(pick_rows(x, rows), expected)
 
 
+@pytest.mark.slow
 def test_16_bit_sums_are_rounded_once():
     x = jnp.concatenate([jnp.full((1, 1), 256), jnp.ones((40, 1))]).astype(jnp.bfloat16)
     assert add_rows(x, np.zeros(41), 1)[0, 0] == 296  # 256 + 1 is 256 in bfloat16

@@ -78,6 +78,7 @@ def test_products_on_xla_quantize_on_xla():
     assert all_specs_of(product, S((256, 512), jnp.bfloat16), S((512, 384), jnp.bfloat16)) == []
 
 
+@pytest.mark.slow
 def test_mapped_arrays_are_batches_and_the_derivative_is_xlas():
     case = Case((3, 144, 272), dtype="float32")
     (x,) = case.arguments()
@@ -92,6 +93,7 @@ def test_mapped_arrays_are_batches_and_the_derivative_is_xlas():
     assert np.isclose(np.abs(gradient).sum(), (144 * 3 - 16) / 448)  # but for blocks of zeros
 
 
+@pytest.mark.slow
 def test_specs_and_plans_fit_together():
     for spec in dict.fromkeys(spec for case in CASES for spec in launched(case)):
         assert spec_from_json(spec.to_json()) == spec

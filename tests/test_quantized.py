@@ -168,6 +168,7 @@ def test_a_scalar_is_quantized():
     assert x.shape == () and x.values == 127 and np.isclose(x.dequantize(), 2.0)
 
 
+@pytest.mark.slow
 def test_a_vector_has_blocks():
     x = normal((300,))
     quantized, row = jhg.quantize(x, block=(128,)), jhg.quantize(x[None], block=(1, 128))
@@ -199,6 +200,7 @@ def test_products_are_those_of_the_dequantized_arrays(a_block, b_block, dtype):
     assert (np.abs(result - expected) <= bound).all()
 
 
+@pytest.mark.slow
 def test_what_follows_a_product_follows_its_scales():
     bias = normal((N,), 2)
     for a_block, b_block in PAIRS:

@@ -73,6 +73,7 @@ def test_weights_may_lie_in_any_order(kind):
     close(weights, jhg.ragged_dot(x.dequantize(), w.dequantize(), SIZES), 1e-2)
 
 
+@pytest.mark.slow
 def test_mistakes_are_named():
     x, w = ragged("blocks", "plain", "float8_e4m3fn").operands
     with pytest.raises(TypeError, match=r"ragged_dot: rhs is f32\[4,256,160\] beside a quantized"):
@@ -91,6 +92,7 @@ def test_mistakes_are_named():
         jhg.ragged_dot_general(normal(M, K).astype(jnp.bfloat16), packed, SIZES, numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
 def test_scales_of_all_groups_are_read_by_no_group(quantized):
     """To a kernel an operand of groups has a row for each."""

@@ -44,6 +44,7 @@ def test_rows_of_each_group_begin_a_block(groups, sizes, length):
     assert not any(taken[len(rows) :])
 
 
+@pytest.mark.slow
 def test_padding_is_bounded_by_a_block_for_each_group():
     groups, length = Groups.plain(6), 1000
     assert row_blocks(jnp.zeros(6, jnp.int32), groups, length).rows.size <= length + 127 * 6

@@ -65,12 +65,14 @@ def test_zero_points_take_all_numbers_of_a_dtype(block, dtype):
     assert error < 0.7 * even
 
 
+@pytest.mark.slow
 def test_blocks_of_equal_numbers_and_of_zeros_are_exact():
     for value in (0.0, 3.0, -2.0):
         quantized = jhg.quantize(jnp.full((32, 32), value), "int4", (32, 32), symmetric=False)
         np.testing.assert_allclose(quantized.dequantize(), value, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
 def test_a_block_with_an_infinity_or_a_nan_is_nan(dtype, broken):
@@ -81,6 +83,7 @@ def test_a_block_with_an_infinity_or_a_nan_is_nan(dtype, broken):
     assert np.isnan(np.asarray(quantized.dequantize())).sum(1).tolist() == [256] + [0] * 63
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "steps"), [("int8", 255), ("int4", 15)])
 def test_the_range_of_a_block_may_be_beyond_float32(dtype, steps):
     w = jnp.array([2e38, -2e38, 0.0])
@@ -106,6 +109,7 @@ def test_products_are_those_of_the_dequantized_weights(block, dtype):
         assert_near(named.T, x, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["columns", "groups"])
 def test_batches_groups_and_gates_have_them_too(block):
     w, x = weights(block, shape=(3, K, N)), activations(3, M, K)
