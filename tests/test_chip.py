@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 pytestmark = pytest.mark.pure
+chosen_specs = cache(families.chosen_specs)
 ARENA = 1 << 27
 SEEDS = 16 if ALL else 1  # of random products for each kernel
 TYPES = 3000 if ALL else 60  # of random problems, of which each kernel is looked up
@@ -69,7 +71,7 @@ def draw_of(share: str, largest: int = 1 << 20) -> Draw:
     """Returns random products of a share of the kernels."""
     before = list(SHARES)[: list(SHARES).index(share)]
     chosen = [
-        spec for spec in families.chosen_specs()
+        spec for spec in chosen_specs()
         if SHARES[share](spec) and not any(SHARES[other](spec) for other in before)
     ]  # fmt: skip
     return Draw(chosen, largest, huge=0, run=1)
@@ -96,11 +98,11 @@ def test_kernels_of_every_family_that_dispatch_chooses_are_drawn():
 
 
 def test_each_kernel_has_its_turn_and_a_seed_one_meaning():
-    draw = Draw(families.chosen_specs()[:9], 1 << 20, huge=0, run=4)
+    draw = Draw(chosen_specs()[:9], 1 << 20, huge=0, run=4)
     trials = [draw(seed) for seed in range(4 * 9)]
     assert sorted({trial.spec.name for trial in trials}) == sorted(s.name for s in draw.specs)
     assert all(len({t.spec for t in trials[i : i + 4]}) == 1 for i in range(0, 36, 4))
-    again = Draw(families.chosen_specs()[:9], 1 << 20, huge=0, run=4)
+    again = Draw(chosen_specs()[:9], 1 << 20, huge=0, run=4)
     assert [again(seed) for seed in range(36)] == trials
     assert len({(t.problem, t.raster_order) for t in trials}) == len(trials)
 
