@@ -27,7 +27,6 @@ from jax_hopper_gemm import nn  # noqa: E402
 from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
 
 
-@pytest.mark.slow
 def test_linen_is_an_attribute_that_is_imported_where_it_is_asked_for():
     source = (
         "import sys\n"

@@ -328,7 +328,6 @@ def test_arrays_need_not_be_placed_on_explicit_axes_for_a_recipe(product, recipe
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-2), results, whole)
 
 
-@pytest.mark.slow
 def test_arrays_need_not_be_placed_on_explicit_axes_to_be_quantized():
     x, w = integers((8, 256)), integers((256, 128), seed=1)
 
