@@ -22,7 +22,6 @@ from .request import Request
 from .route import Route, read_for, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
-WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
 ACROSS_GAIN = 0.04  # measured: of SGEMM's time, where an operand does not lie along K
 
 
@@ -162,7 +161,7 @@ def _slower_than_written(
     device = device.limited_to(request.options.max_sms)
     here = found.expected_ns(device)
     there = instead.expected_ns(device) + widening_ns(elements, narrow)
-    if here <= WRITTEN_MARGIN * there:
+    if here <= there:
         return None
     return (
         f"a kernel that converts it is expected to take {here / 1e3:.1f} us, XLA's conversion and "
