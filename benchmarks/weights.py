@@ -5,7 +5,8 @@
 
 Of each product: our kernel of bfloat16 weights; for each kind of weights what a user's
 `jhg.matmul` runs, with its scales, and XLA's product of the dequantized ones; with --kernels also
-other kernels that dispatch considers, without scales of columns. Burst regime, CUPTI.
+other kernels that dispatch considers, without scales of columns, and what it expects of them.
+Burst regime, CUPTI.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from jax_hopper_gemm.testing.lowered import specs_of
 ROWS = (1, 16, 64, 4096)
 WEIGHTS = ((8192, 8192), (28672, 8192), (8192, 28672))  # N, K
 KINDS = {"int8": ("int8", 0), "int4": ("int4", 0), "int8 g128": ("int8", 128),
-         "int4 g128": ("int4", 128)}  # fmt: skip
+         "int4 g128": ("int4", 128), "int4 g32": ("int4", 32)}  # fmt: skip
 
 
 def ours(x: jax.Array, w: Any) -> jax.Array:
@@ -72,20 +73,20 @@ def problem_of(m: int, n: int, k: int, kind: str) -> GemmProblem:
     return replace(GemmProblem.dense(m, n, k), b_dtype=dtype, k_group=group)
 
 
-def candidates(problem: GemmProblem, count: int) -> Iterator[GemmSpec]:
-    """Yields the kernels of least expected cost, of each tile at most two."""
+def candidates(problem: GemmProblem, count: int) -> Iterator[tuple[GemmSpec, float]]:
+    """Yields the kernels of least expected cost, of each tile at most two, and their costs, us."""
     device, found = dispatch.H200, []
     for spec in model_specs(ProblemType.of(problem)):
         if not pairing_violations(problem, spec) + split_violations(problem, spec, device):
             order = best_raster_order(problem, spec, device)
             found.append((estimate(problem, spec, order, device).ns, len(found), spec))
     tiles: dict[tuple[int, ...], int] = {}
-    for _, _, spec in sorted(found)[: 4 * count]:
+    for ns, _, spec in sorted(found)[: 4 * count]:
         tile = spec.tile_m, spec.tile_n, spec.tile_k
         tiles[tile] = tiles.get(tile, 0) + 1
         if tiles[tile] <= 2 and count > 0:
             count -= 1
-            yield spec
+            yield spec, ns / 1e3
 
 
 def kernel_of(problem: GemmProblem, spec: GemmSpec, device: Any) -> Callable[..., Any]:
@@ -98,19 +99,25 @@ def kernel_of(problem: GemmProblem, spec: GemmSpec, device: Any) -> Callable[...
 
 def all_specs(arguments: argparse.Namespace) -> list[GemmSpec]:
     specs: list[GemmSpec] = []
-    for n, k in WEIGHTS:
+    for n, k in arguments.weights:
         for m in arguments.rows:
             dense = jax.eval_shape(lambda: (activations(m, k), activations(k, n)))  # noqa: B023
             specs += specs_of(ours, *dense)
             for kind in arguments.kinds:
                 specs += specs_of(ours, *shapes_of(m, n, k, kind))
-                specs += candidates(problem_of(m, n, k, kind), arguments.kernels)
+                specs += dict(candidates(problem_of(m, n, k, kind), arguments.kernels))
     return list(dict.fromkeys(specs))
+
+
+def extents(text: str) -> tuple[int, int]:
+    n, k = map(int, text.split("x"))
+    return n, k
 
 
 def main() -> int:
     parser = command_line.parser(__doc__, rounds=2)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--weights", type=extents, nargs="+", metavar="NxK", default=WEIGHTS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--kernels", type=int, default=0, help="others, of each product [0]")
     arguments = parser.parse_args()
@@ -122,7 +129,7 @@ def main() -> int:
 def measure(arguments: argparse.Namespace) -> int:
     device = benchmark.this_device()
     rows = []
-    for n, k in WEIGHTS:
+    for n, k in arguments.weights:
         bfloat16 = jax.block_until_ready(activations(k, n))
         drawn = {
             kind: [jax.block_until_ready(weights(n, k, kind, seed)) for seed in range(2)]
@@ -136,9 +143,9 @@ def measure(arguments: argparse.Namespace) -> int:
                 bursts[kind] = timing.burst(jax.jit(ours), inputs)
                 bursts[f"{kind} xla"] = timing.burst(jax.jit(theirs), inputs)
                 problem = problem_of(m, n, k, kind)
-                for spec in candidates(problem, arguments.kernels):
-                    run = kernel_of(problem, spec, device)
-                    bursts[f"{kind} {spec.name}"] = timing.burst(run, inputs)
+                for spec, expected in candidates(problem, arguments.kernels):
+                    name = f"{kind} {spec.name}, {expected:.1f} expected"
+                    bursts[name] = timing.burst(kernel_of(problem, spec, device), inputs)
             rest = partial(time.sleep, 0.01)
             timings = timing.alternate(bursts, arguments.rounds, rest=rest)
             base = timings["bf16"].median
