@@ -105,7 +105,8 @@ def all_specs(arguments: argparse.Namespace) -> list[GemmSpec]:
             specs += specs_of(ours, *dense)
             for kind in arguments.kinds:
                 specs += specs_of(ours, *shapes_of(m, n, k, kind))
-                specs += dict(candidates(problem_of(m, n, k, kind), arguments.kernels))
+                others = candidates(problem_of(m, n, k, kind), arguments.kernels)
+                specs += [spec for spec, _ in others]
     return list(dict.fromkeys(specs))
 
 

@@ -76,8 +76,10 @@ PAIRED = (
 
 
 def shown(spec: GemmSpec) -> set:
-    """Returns each trait of a kernel, and each pair of those that its sums depend on."""
-    return {*traits_of(spec), *pairs_of({field: getattr(spec, field) for field in PAIRED})}
+    """Returns each trait and operation, and each pair of what a kernel's sums depend on."""
+    operations = (node.op for node in spec.graph.nodes)
+    pairs = pairs_of({field: getattr(spec, field) for field in PAIRED})
+    return {*traits_of(spec), *operations, *pairs}
 
 
 SPECS = LISTED if ALL else covering_subset(LISTED, shown)

@@ -39,6 +39,11 @@ ACCUMULATE = EpilogueGraph(
     nodes=(Node("mul", (0, 2)), Node("add", (3, 1))),
     results=(matrix(4, F32),),
 )
+DROPOUT = EpilogueGraph(
+    operands=(Operand("matrix", "bool"), Operand("column", F16)),
+    nodes=(Node("mul", (0, 2)), Node("constant", (), (0.0,)), Node("select", (1, 3, 4))),
+    results=(matrix(5, F16),),
+)
 GATED = EpilogueGraph(2, (), (Node("tanh", (0,)), Node("mul", (2, 1))), (matrix(3),))
 GATED_SAVED = replace(GATED, results=(matrix(3), matrix(0, BF16, 0, 2), matrix(1, BF16, 1, 2)))
 BIAS_GRADIENT = EpilogueGraph(
@@ -63,6 +68,7 @@ def spec_of(graph: EpilogueGraph, tile_m: int, tile_n: int, **fields) -> GemmSpe
 SPECS = [
     spec_of(ACCUMULATE, 128, 256, cluster_m=2, num_stages=2),
     spec_of(RESIDUAL, 128, 128, epi_load_stages=4, epi_tile_n=16, warp_schedule="pingpong"),
+    spec_of(DROPOUT, 128, 128, tile_scheduler="single"),
     spec_of(GATED, 128, 256, cluster_m=2),
     spec_of(GATED_SAVED, 192, 128, a_major="m"),
     spec_of(BIAS_GRADIENT, 128, 256, cluster_m=2, tile_scheduler="dynamic"),

@@ -5,22 +5,18 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.program_inspection import normal
 
 import jax_hopper_gemm as jhg
 
-
-def floats(shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-
-
-Q = jhg.quantize(floats((64, 256)), block=(1, 128))
+Q = jhg.quantize(normal((64, 256)), block=(1, 128))
 WIDE = jhg.Quantized(jnp.ones((64, 64)), jnp.ones((1, 1)))  # of a dtype that no kernel takes
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: jhg.matmul(Q, floats((256, 64))), TypeError,
+        (lambda: jhg.matmul(Q, normal((256, 64))), TypeError,
          "b is .* quantize it, too, or convert"),
         (lambda: jhg.matmul(jhg.Quantized(Q.values, Q.scale[0]), Q), ValueError, "K differs"),
         (lambda: jhg.dot_general(jhg.Quantized(Q.values, Q.scale[0]), Q, (((1,), (1,)), ((), ()))),
@@ -36,10 +32,10 @@ WIDE = jhg.Quantized(jnp.ones((64, 64)), jnp.ones((1, 1)))  # of a dtype that no
         (lambda: jhg.Quantized(Q.values, Q.scale + 1j).dequantize(), TypeError,
          r"the scale of self is c64\[64,2\], expected floats"),
         (lambda: jhg.quantize(3.0, "int4").pack_weights(), ValueError, "values are a scalar"),
-        (lambda: jhg.quantize(floats((4, 4)), None), TypeError, "dtype is None, expected"),  # type: ignore[arg-type]
+        (lambda: jhg.quantize(normal((4, 4)), None), TypeError, "dtype is None, expected"),  # type: ignore[arg-type]
         (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
          "2 axes of quantized arrays are contracted"),
-        (lambda: jhg.ragged_dot(floats((8, 64)), jhg.quantize(jnp.ones((1, 64, 8))), np.array([3])),
+        (lambda: jhg.ragged_dot(normal((8, 64)), jhg.quantize(jnp.ones((1, 64, 8))), np.array([3])),
          TypeError, r"lhs is f32\[8,64\] beside a quantized array: quantize it, too"),
         (lambda: jhg.matmul(WIDE, WIDE),
          TypeError, "a is of float32 .* expected .*float8_e4m3fn.*: quantize it to one of them"),

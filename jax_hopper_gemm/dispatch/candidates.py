@@ -50,9 +50,8 @@ MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others'
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
 # Of k-tiles of 256 that warpgroups take in turns. Measured, 1x8192x8192 of int4: 8, 10 and 12
 # stages take 12.3, 12.5 and 12.9 us, 6 take 14.1; with 32 rows of int8 6 take 0.7 of 4's time.
-# So stages come before wide epilogue tiles, and before more stages of what epilogues load.
 MAX_STAGES_IN_TURNS = 8
-RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
+ENOUGH_STAGES = 4  # of operands: they come before a preferred epilogue tile and more of its stages
 LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
 WIDE_EPI_TILE = 64  # columns of an epilogue tile that make up for a ring of `MIN_STAGES`
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
@@ -174,9 +173,9 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
 
     Two epilogue stages of each kind are set aside, and operand stages take what they can. Where
     the epilogue loads matrices, the last operand stage makes room for more stages of them, as long
-    as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
-    stages: a store is then read while the next is written. Where warpgroups take k-tiles in turns,
-    operand stages come first.
+    as `ENOUGH_STAGES` remain. What is left goes to loads first, then to two more epilogue stages: a
+    store is then read while the next is written. Where warpgroups take k-tiles in turns, only
+    `MAX_STAGES_IN_TURNS` are enough.
     """
     if no_kernels(problem_type):
         return None
@@ -197,8 +196,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
         if any(configuration_violations(fewest)):
             continue
         spec = _filled(fewest)
-        enough = MAX_STAGES_IN_TURNS if spec.k_in_turns else MIN_STAGES + 1
-        if spec.num_stages >= enough or spec.epi_tile_n >= WIDE_EPI_TILE:
+        if spec.num_stages >= _enough_stages(spec) or spec.epi_tile_n >= WIDE_EPI_TILE:
             return spec
         if narrow is None or spec.num_stages > narrow.num_stages:
             narrow = spec
@@ -230,15 +228,17 @@ def _widths(config: Config, problem_type: ProblemType, loads: bool) -> tuple[int
     return (64, 32, 16) if wide else (32, 16)
 
 
+def _enough_stages(spec: GemmSpec) -> int:
+    return MAX_STAGES_IN_TURNS if spec.k_in_turns else ENOUGH_STAGES
+
+
 def _filled(fewest: GemmSpec) -> GemmSpec:
     s, warpgroups = fewest, fewest.math_warpgroups
     if s.grouped == "k" and s.promoted:  # K is short, and a tile waits for stores of those before
         deeper = s.varied(epi_stages=4)
         s = deeper if deeper.smem_bytes <= SMEM_LIMIT else s
     free = SMEM_LIMIT - s.smem_bytes
-    most, step, ring = MAX_STAGES, 1, RING_BEFORE_LOADS
-    if s.k_in_turns:
-        most, step, ring = MAX_STAGES_IN_TURNS, 2, MAX_STAGES_IN_TURNS
+    most, step = (MAX_STAGES_IN_TURNS, 2) if s.k_in_turns else (MAX_STAGES, 1)
     more = min(most - s.num_stages, free // s.stage_bytes) // step * step
     stages = s.num_stages + more
     free -= more * s.stage_bytes
@@ -247,7 +247,7 @@ def _filled(fewest: GemmSpec) -> GemmSpec:
         of_loads = (LOAD_STAGES - load_stages) * warpgroups * s.load_stage_bytes
         for given in (0, step):  # operand stages that make room
             room = free + given * s.stage_bytes - of_loads
-            if room >= 0 and stages - given >= min(ring, stages):
+            if room >= 0 and stages - given >= min(_enough_stages(s), stages):
                 stages, load_stages, free = stages - given, LOAD_STAGES, room
                 break
     if s.graph.matrices and epi_stages == 2 and 2 * warpgroups * s.epi_stage_bytes <= free:

@@ -21,8 +21,6 @@ from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of
 M, N, K, GROUPS = 200, 384, 640, 5
 DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "e4m3": jnp.float8_e4m3fn, "packed": jnp.int4}
 BLOCKS = {"columns": None, "k32": 32, "k64": 64, "k128": 128}
-
-
 _quantize = jax.jit(jhg.quantize, static_argnums=(1, 2))
 
 
