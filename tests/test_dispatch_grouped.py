@@ -56,7 +56,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
         assert plan.grid[0] * plan.grid[1] <= H200.num_sms
         choice._choose.cache_clear()
         assert choose(problem, H200, kernel_only=True) == decision
-        chosen.add((spec.grouped, spec.tile_m, spec.tile_n, spec.cluster_n))
+        chosen.add((spec.grouped, spec.tile_m, spec.tile_n, spec.cluster_m, spec.cluster_n))
     assert len(chosen) > 15
 
 

@@ -16,7 +16,11 @@ from jax_hopper_gemm.dispatch import (
 )
 from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns, tile_cycles
-from jax_hopper_gemm.dispatch.expected_tiles import equal_groups, expected_pieces
+from jax_hopper_gemm.dispatch.expected_tiles import (
+    equal_groups,
+    expected_largest,
+    expected_pieces,
+)
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order, memory_bytes
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.problem_type import ProblemType
@@ -32,6 +36,12 @@ def test_expected_pieces_are_those_of_gamma_distributed_sizes(mean, piece):
     sizes = np.random.default_rng(0).gamma(2.0, mean / 2, 400_000)
     counted = np.ceil(sizes / piece).mean()
     assert expected_pieces(mean, piece) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("groups", [1, 8, 128])
+def test_the_expected_largest_group_is_that_of_gamma_distributed_sizes(groups):
+    sizes = np.random.default_rng(0).gamma(2.0, 1 / 2, (40_000, groups))
+    assert expected_largest(groups) == pytest.approx(sizes.max(axis=1).mean(), rel=0.01)
 
 
 def test_estimates_of_grouped_products_are_over_the_roofline():

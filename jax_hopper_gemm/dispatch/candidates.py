@@ -234,9 +234,10 @@ def _enough_stages(spec: GemmSpec) -> int:
 
 def _filled(fewest: GemmSpec) -> GemmSpec:
     s, warpgroups = fewest, fewest.math_warpgroups
-    if s.grouped == "k" and s.promoted:  # K is short, and a tile waits for stores of those before
+    if s.grouped == "k":  # K is short, and a tile waits for stores of those before
         deeper = s.varied(epi_stages=4)
-        s = deeper if deeper.smem_bytes <= SMEM_LIMIT else s
+        least = deeper if s.promoted else deeper.varied(num_stages=ENOUGH_STAGES)
+        s = deeper if least.smem_bytes <= SMEM_LIMIT else s
     free = SMEM_LIMIT - s.smem_bytes
     most, step = (MAX_STAGES_IN_TURNS, 2) if s.k_in_turns else (MAX_STAGES, 1)
     more = min(most - s.num_stages, free // s.stage_bytes) // step * step

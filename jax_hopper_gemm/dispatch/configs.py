@@ -158,9 +158,8 @@ GROUPED_M_CONFIGS = (
     Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
     # Few rows a group: matrices of B stream through deep rings.
-    Config(64, 256),
+    Config(64, 128, cluster_m=2, tile_scheduler="dynamic"),
     Config(64, 128, cluster_n=2),
     Config(64, 128),
     Config(64, 64),
@@ -169,7 +168,8 @@ GROUPED_K_CONFIGS = (
     # Groups differ in their k-tiles.
     Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(128, 160, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(256, 192, cluster_n=2, tile_scheduler="dynamic"),
+    Config(128, 256, tile_scheduler="dynamic"),  # D is written faster by CTAs on their own
     Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(64, 256),
@@ -208,7 +208,7 @@ WIDE_STORE_CONFIGS = tuple(
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),
-    "m": (Config(128, 192),),
+    "m": (Config(128, 192), Config(64, 256)),
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
 }
 

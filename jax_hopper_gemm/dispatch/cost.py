@@ -44,6 +44,7 @@ from .expected_tiles import (
     NOT_SHARED,
     Waves,
     expected_k_tiles,
+    expected_largest,
     expected_tiles,
     expected_waves,
     partial_tiles,
@@ -61,6 +62,10 @@ EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multi
 # The same of promoted sums where K is in groups, with three stages and with more: measured, by the
 # times of three tiles with and without their stores. A tile begins no sooner there without claims.
 EXPOSED_OF_SHORT_K = 0.4, 0.19
+# The same of other sums of groups along K, and of an epilogue that lengthens a pingpong warpgroup's
+# turn there. Fitted, with what the largest group takes, over 278 kernels of 31 products on an H200:
+# kernels of least cost then took 1.008 of the fastest one's time in the mean, before 1.085.
+EXPOSED_OF_GROUPS, LENGTHENING = 0.35, 0.15
 COUNTER_NS = 500.0  # assumed: until the counter of tiles is ready
 DYNAMIC_CYCLES = 900.0  # fitted: to claim and find a tile of groups
 # Fitted over 940 kernels of 47 products: what claims cost the tiles of two pingpong warpgroups.
@@ -146,6 +151,8 @@ def expected_times(
     shared, k_tiles = waves.shared, expected_k_tiles(p, s)
     mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
     cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop)
+    if p.groups and p.groups.axis == "k":  # an SM with few tiles may have the largest group's
+        cycles += (expected_largest(p.groups.total) - 1) * mainloop / waves.number
     sm_ns = cycles / CYCLES_PER_NS
     sm_ns *= where(s.split_k & (waves.number > 1), SHARED_WAVE, 1.0)
     sm_ns += waves.number * loose_cycles(s) / CYCLES_PER_NS
@@ -171,9 +178,13 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     epilogue = epilogue_cycles(spec)
     fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
     in_turns = mainloop + epilogue + spec.dynamic * claims
-    in_turns = waves * most(mainloop, in_turns / 2) + epilogue
-    short_k, (few, more) = spec.promoted and spec.grouped == "k", EXPOSED_OF_SHORT_K
-    exposed = where(spec.num_stages <= 3, few, more) if short_k else EXPOSED
+    turn, exposed = mainloop, EXPOSED
+    short_k = spec.promoted and spec.grouped == "k"
+    if spec.grouped == "k":
+        turn = mainloop + LENGTHENING * epilogue
+        few, more = EXPOSED_OF_SHORT_K if spec.promoted else (EXPOSED_OF_GROUPS,) * 2
+        exposed = where(spec.num_stages <= 3, few, more)
+    in_turns = waves * most(turn, in_turns / 2) + epilogue
     hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - exposed, 0.0)
     shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
     fetch *= spec.dynamic | short_k

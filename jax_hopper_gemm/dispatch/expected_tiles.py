@@ -11,6 +11,8 @@ from functools import lru_cache
 from math import exp
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..gemm import grid
 from ..gemm.k_split import is_worth_splitting, split_of
 from ..gemm.problem import GemmProblem
@@ -51,6 +53,14 @@ def expected_pieces(mean: float, piece: int) -> float:
     a = 2 * piece / mean
     q = exp(-a)
     return 1 / (1 - q) + a * q / (1 - q) ** 2
+
+
+@lru_cache
+def expected_largest(groups: int) -> float:
+    """Returns how many times the mean the largest of so many groups is, spread likewise."""
+    x = np.arange(1 / 128, 40, 1 / 64)  # sizes, in halves of the mean
+    smaller = (1 - (1 + x) * np.exp(-x)) ** groups  # the probability that all are
+    return float(np.sum(1 - smaller)) / 64 / 2
 
 
 def expected_tiles(problem: GemmProblem, spec: GemmSpec) -> int:

@@ -19,6 +19,8 @@ from .several import least, most, where
 # Fitted: what a byte of D costs, in bytes that are read. Where clusters have fixed shares of the
 # tiles some fall behind, so that tiles in flight lie farther apart.
 STORED, STORED_BY_SHARES = 1.2, 1.4
+# The same of groups along K, of tiles by one CTA and by clusters; fitted as `cost.LENGTHENING`.
+STORED_OF_GROUPS, STORED_BY_CLUSTERS = 1.02, 1.08
 # Measured, for each line of a box that is stored: what two sectors cost of which it fills a part.
 # 60 to 90 with 32 elements of 16 bits, 80 to 110 with 64.
 SPLIT_SECTOR_BYTES = 80.0
@@ -61,8 +63,10 @@ def memory_bytes(
 def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the bytes that could be read in the time that stores take longer than reads."""
     p, s = problem, spec
-    elements = (1 if p.groups and p.groups.axis == "m" else p.l) * p.m * p.n
-    stored = STORED if p.groups else where(s.dynamic, STORED, STORED_BY_SHARES)
+    elements = p.l * p.m * p.n
+    stored = where(s.dynamic, STORED, STORED_BY_SHARES)
+    if s.grouped == "k":
+        stored = where(s.cluster_size > 1, STORED_BY_CLUSTERS, STORED_OF_GROUPS)
     slow = (stored - 1) * elements * p.element_bytes
     if p.splits_sectors:
         widths = (s.epi_box(result.dtype).contiguous for result in p.graph.matrices)

@@ -148,11 +148,14 @@ def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
 
     It is one for one row or column of tiles that would run several of both; or most rows of a tile
     are expected to be past the end of a group: reading B is then what takes time, and rows that are
-    not there leave less of it in flight.
+    not there leave less of it in flight. Or tiles are claimed that are all alike, one for a group.
     """
     p, rows = problem.as_stored(spec.d_major), mean_rows(problem)
-    is_too_tall = rows is not None and spec.tile_m > max(64, 2 * rows)
-    return is_too_tall | (spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n))
+    is_too_tall = claims = False
+    if rows is not None:
+        is_too_tall = spec.tile_m > max(64, 2 * rows)
+        claims = spec.dynamic & (spec.tile_m >= 4 * rows)
+    return is_too_tall | claims | (spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n))
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
