@@ -22,12 +22,11 @@ from typing import Any
 import command_line
 import jax
 import jax.numpy as jnp
+from survey import ranked
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import model_specs
-from jax_hopper_gemm.dispatch.cost import estimate
-from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
@@ -75,13 +74,10 @@ def problem_of(m: int, n: int, k: int, kind: str) -> GemmProblem:
 
 def candidates(problem: GemmProblem, count: int) -> Iterator[tuple[GemmSpec, float]]:
     """Yields the kernels of least expected cost, of each tile at most two, and their costs, us."""
-    device, found = dispatch.H200, []
-    for spec in model_specs(ProblemType.of(problem)):
-        if not pairing_violations(problem, spec) + split_violations(problem, spec, device):
-            order = best_raster_order(problem, spec, device)
-            found.append((estimate(problem, spec, order, device).ns, len(found), spec))
     tiles: dict[tuple[int, ...], int] = {}
-    for ns, _, spec in sorted(found)[: 4 * count]:
+    for ns, spec in ranked(problem, dispatch.H200, model_specs(ProblemType.of(problem)))[
+        : 4 * count
+    ]:
         tile = spec.tile_m, spec.tile_n, spec.tile_k
         tiles[tile] = tiles.get(tile, 0) + 1
         if tiles[tile] <= 2 and count > 0:

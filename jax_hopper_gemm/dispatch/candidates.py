@@ -171,11 +171,12 @@ def _filled_specs(
 def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     """Returns the kernel of `config` with its shared memory filled, or None where none fits.
 
-    Two epilogue stages of each kind are set aside, and operand stages take what they can. Where
-    the epilogue loads matrices, the last operand stage makes room for more stages of them, as long
-    as `ENOUGH_STAGES` remain. What is left goes to loads first, then to two more epilogue stages: a
-    store is then read while the next is written. Where warpgroups take k-tiles in turns, only
-    `MAX_STAGES_IN_TURNS` are enough.
+    Two epilogue stages of each kind are set aside, and operand stages take what they can; where K
+    is in groups, four of what is stored, if enough of operands remain. Where the epilogue loads
+    matrices, the last operand stage makes room for more stages of them, as long as `ENOUGH_STAGES`
+    remain. What is left goes to loads first, then to two more epilogue stages: a store is then read
+    while the next is written. Where warpgroups take k-tiles in turns, only `MAX_STAGES_IN_TURNS`
+    are enough.
     """
     if no_kernels(problem_type):
         return None

@@ -178,16 +178,14 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     epilogue = epilogue_cycles(spec)
     fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
     in_turns = mainloop + epilogue + spec.dynamic * claims
-    turn, exposed = mainloop, EXPOSED
-    short_k = spec.promoted and spec.grouped == "k"
+    fetch, turn, exposed = spec.dynamic * fetch, mainloop, EXPOSED
     if spec.grouped == "k":
-        turn = mainloop + LENGTHENING * epilogue
-        few, more = EXPOSED_OF_SHORT_K if spec.promoted else (EXPOSED_OF_GROUPS,) * 2
-        exposed = where(spec.num_stages <= 3, few, more)
+        turn, exposed = mainloop + LENGTHENING * epilogue, EXPOSED_OF_GROUPS
+        if spec.promoted:
+            fetch, exposed = DYNAMIC_CYCLES, where(spec.num_stages <= 3, *EXPOSED_OF_SHORT_K)
     in_turns = waves * most(turn, in_turns / 2) + epilogue
     hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - exposed, 0.0)
     shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
-    fetch *= spec.dynamic | short_k
     stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
     return where(spec.warp_schedule == "pingpong", in_turns, stored + waves * shared)
 

@@ -11,8 +11,6 @@ from functools import lru_cache
 from math import exp
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..gemm import grid
 from ..gemm.k_split import is_worth_splitting, split_of
 from ..gemm.problem import GemmProblem
@@ -58,9 +56,8 @@ def expected_pieces(mean: float, piece: int) -> float:
 @lru_cache
 def expected_largest(groups: int) -> float:
     """Returns how many times the mean the largest of so many groups is, spread likewise."""
-    x = np.arange(1 / 128, 40, 1 / 64)  # sizes, in halves of the mean
-    smaller = (1 - (1 + x) * np.exp(-x)) ** groups  # the probability that all are
-    return float(np.sum(1 - smaller)) / 64 / 2
+    sizes = ((i + 0.5) / 64 for i in range(64 * 40))  # in halves of the mean
+    return sum(1 - (1 - (1 + x) * exp(-x)) ** groups for x in sizes) / 64 / 2
 
 
 def expected_tiles(problem: GemmProblem, spec: GemmSpec) -> int:

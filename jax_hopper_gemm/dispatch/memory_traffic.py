@@ -64,9 +64,10 @@ def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the bytes that could be read in the time that stores take longer than reads."""
     p, s = problem, spec
     elements = p.l * p.m * p.n
-    stored = where(s.dynamic, STORED, STORED_BY_SHARES)
     if s.grouped == "k":
         stored = where(s.cluster_size > 1, STORED_BY_CLUSTERS, STORED_OF_GROUPS)
+    else:
+        stored = where(s.dynamic, STORED, STORED_BY_SHARES)
     slow = (stored - 1) * elements * p.element_bytes
     if p.splits_sectors:
         widths = (s.epi_box(result.dtype).contiguous for result in p.graph.matrices)

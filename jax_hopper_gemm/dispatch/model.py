@@ -151,11 +151,10 @@ def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
     not there leave less of it in flight. Or tiles are claimed that are all alike, one for a group.
     """
     p, rows = problem.as_stored(spec.d_major), mean_rows(problem)
-    is_too_tall = claims = False
-    if rows is not None:
-        is_too_tall = spec.tile_m > max(64, 2 * rows)
-        claims = spec.dynamic & (spec.tile_m >= 4 * rows)
-    return is_too_tall | claims | (spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n))
+    unlikely = spec.short_boxes & (p.m > spec.tile_m) & (p.n > spec.d_tile_n)
+    if rows is None:
+        return unlikely
+    return unlikely | (spec.tile_m > max(64, 2 * rows)) | spec.dynamic & (spec.tile_m >= 4 * rows)
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
