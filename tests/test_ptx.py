@@ -35,9 +35,13 @@ def first(specs: Any, **wanted: object) -> GemmSpec:
 PLAIN = first(policies.covering_specs(), tile_m=64, tile_n=112, warp_schedule="pingpong")
 LOOSE = first(policies.loose_specs(), tile_n=16, cluster_n=2, tile_scheduler="static")
 SCALED = [
-    first(policies.block_specs(), tile_m=64, grouped=None, a_block=a_block, b_block=b_block)
-    for a_block, b_block in ((1, 1), (1, 128), (128, 128))
+    *(
+        first(policies.block_specs(), tile_m=64, grouped=None, a_block=a_block, b_block=b_block)
+        for a_block, b_block in ((1, 1), (1, 128), (128, 128))
+    ),
+    first(policies.block_specs(), k_in_turns=True, a_block=1, tile_scheduler="static"),
 ]
+IN_TURNS = first(policies.block_specs(), k_in_turns=True, a_block=0, cluster_size=1)
 
 
 def check(spec: GemmSpec, number: int = 1, edit: Any = lambda text: text) -> None:
@@ -45,7 +49,7 @@ def check(spec: GemmSpec, number: int = 1, edit: Any = lambda text: text) -> Non
     outcome.check(PtxGpu(edit), spec, problem, raster_order, 0, SMS)  # type: ignore
 
 
-@pytest.mark.parametrize("spec", [PLAIN, LOOSE], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [PLAIN, LOOSE, IN_TURNS], ids=lambda spec: spec.name)
 def test_a_kernel_is_right_and_writes_nothing_else(spec):
     check(spec)
 

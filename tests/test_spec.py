@@ -8,7 +8,7 @@ from functools import cached_property
 
 import pytest
 from support.cubin_samples import OTHER_VALUES, SPEC
-from support.graphs import EIGHT_BIT
+from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
@@ -236,6 +236,29 @@ def test_warpgroups_share_a_tile_by_rows(tile_m, tile_n, schedule, warpgroups, r
     assert spec.rows_per_warpgroup == rows
     assert spec.acc_registers == registers
     assert spec.threads == 128 * (warpgroups + 1)
+
+
+def test_warpgroups_take_turns_where_64_rows_are_promoted():
+    spec = GemmSpec(
+        "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "k", "k", 64, 128, 128, promoted=True,
+        num_stages=6,
+    )  # fmt: skip
+    assert spec.k_in_turns and not violations(spec)
+    assert spec.math_warpgroups == 2
+    assert spec.rows_per_warpgroup == spec.columns_per_warpgroup == 64
+    assert spec.acc_registers == 128  # of all columns, and the sums that are promoted to them
+    plain = replace(spec, tile_scheduler="dynamic", grouped="m")
+    assert not plain.k_in_turns and plain.math_warpgroups == 1
+    for other in (
+        {"tile_m": 128}, {"warp_schedule": "pingpong"}, {"promoted": False},
+        {"epilogue": STANDARD["row_sum"]},
+    ):  # fmt: skip
+        assert not replace(spec, **other).k_in_turns, other
+    for reason, change in {
+        "num_stages 5 is no even number from 4": {"num_stages": 5},
+        "epi_tile_n 32 is not 16, 32 or 64 dividing 16 columns": {"tile_n": 32},
+    }.items():
+        assert violations(replace(spec, **change))[0].startswith(reason)
 
 
 def test_shared_memory_adds_barriers_ring_and_epilogue():

@@ -175,8 +175,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     is in groups, four of what is stored, if enough of operands remain. Where the epilogue loads
     matrices, the last operand stage makes room for more stages of them, as long as `ENOUGH_STAGES`
     remain. What is left goes to loads first, then to two more epilogue stages: a store is then read
-    while the next is written. Where warpgroups take k-tiles in turns, only `MAX_STAGES_IN_TURNS`
-    are enough.
+    while the next is written. Where warpgroups that convert B take k-tiles in turns, only
+    `MAX_STAGES_IN_TURNS` are enough.
     """
     if no_kernels(problem_type):
         return None
@@ -230,7 +230,7 @@ def _widths(config: Config, problem_type: ProblemType, loads: bool) -> tuple[int
 
 
 def _enough_stages(spec: GemmSpec) -> int:
-    return MAX_STAGES_IN_TURNS if spec.k_in_turns else ENOUGH_STAGES
+    return MAX_STAGES_IN_TURNS if spec.k_in_turns and spec.converts_b else ENOUGH_STAGES
 
 
 def _filled(fewest: GemmSpec) -> GemmSpec:
@@ -240,7 +240,8 @@ def _filled(fewest: GemmSpec) -> GemmSpec:
         least = deeper if s.promoted else deeper.varied(num_stages=ENOUGH_STAGES)
         s = deeper if least.smem_bytes <= SMEM_LIMIT else s
     free = SMEM_LIMIT - s.smem_bytes
-    most, step = (MAX_STAGES_IN_TURNS, 2) if s.k_in_turns else (MAX_STAGES, 1)
+    most = MAX_STAGES_IN_TURNS if s.k_in_turns and s.converts_b else MAX_STAGES
+    step = 2 if s.k_in_turns else 1
     more = min(most - s.num_stages, free // s.stage_bytes) // step * step
     stages = s.num_stages + more
     free -= more * s.stage_bytes

@@ -220,6 +220,10 @@ PROMOTED_CONFIGS = (
     Config(128, 192, cluster_m=2),
     Config(128, 192, cluster_n=2),
     Config(128, 160, cluster_m=2),
+    # Few rows: as `DENSE_CONFIGS` has them, with k-tiles that are promoted.
+    Config(64, 32, short_boxes=True, evict_first="b"),
+    Config(64, 64, short_boxes=True, evict_first="b"),
+    Config(64, 64, short_boxes=True, evict_first="b", split_k=True),
 )
 
 # The same where groups along K differ in their k-tiles.

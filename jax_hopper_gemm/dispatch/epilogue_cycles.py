@@ -19,6 +19,7 @@ SUBTILE_BYTES_PER_CYCLE = 47.0  # fitted: one warpgroup converts and stages
 SUBTILE_WAIT = 100.0  # fitted: two stages: a subtile waits until the one before has been read
 LOOSE_CYCLES = 3.0  # measured: of an SM, for a warp's store of an element a thread, without TMA
 LOAD_CYCLES = 1100.0  # assumed: from asking for an operand's epilogue tile to its arrival
+ADDING_UP_CYCLES = 800.0  # fitted: of promoted sums in turns, see `mainloop_cycles`
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 
 # Instructions for one element: on the special function units, and all. Others take one.
@@ -48,7 +49,8 @@ def epilogue_cycles(spec: GemmSpec) -> float:
         stages = most(spec.epi_load_stages, 1)
         waits = most(0.0, subtiles - stages) * most(0.0, LOAD_CYCLES / stages - cycles)
         late = where(spec.epi_load_stages > 0, waits, 0.0)
-    return EPILOGUE_CYCLES + subtiles * cycles + late
+    adding_up = where(spec.k_in_turns & spec.promoted, ADDING_UP_CYCLES, 0.0)
+    return EPILOGUE_CYCLES + subtiles * cycles + late + adding_up
 
 
 def loose_cycles(spec: GemmSpec) -> float:

@@ -59,7 +59,9 @@ def outlined(problem: GemmProblem) -> list[Outlines]:
 def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
     """Returns a type's outlines: those of a bare epilogue and batch, but for what they share."""
     bare, graph = replace(problem_type, **BARE_BATCH), problem_type.epilogue
-    if not (graph and graph.needs_whole_rows):  # for which there are more configurations
+    # Of whole rows there are more configurations; of reductions promoted sums are in no turns.
+    differs = graph and (graph.needs_whole_rows or problem_type.promoted and graph.needs_extents)
+    if not differs:
         graph = BARE[graph.accumulators if graph else 1]
         bare = replace(bare, epilogue=graph, d_dtype="float32", loose_d=False)
     configs, kernels = _stored(bare, wide)

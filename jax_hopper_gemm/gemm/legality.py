@@ -117,6 +117,8 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_m {s.tile_m} is not {one_of(tuple(map(str, tiles_m)))}"
     if s.converts_b:
         yield from _converted_tile_violations(s)
+    if s.k_in_turns:
+        yield from _in_turns_violations(s)
     if not 16 <= s.tile_n <= MAX_TILE_N or s.tile_n % 16:
         yield f"tile_n {s.tile_n} is not a multiple of 16 between 16 and {MAX_TILE_N}"
     if s.a_dtype in OPERANDS:
@@ -188,15 +190,13 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"{s.converted_columns} columns a warpgroup are no multiple of {parts}"
     if s.k_group and s.tile_k % s.k_group:
         yield f"tile_k {s.tile_k} is no multiple of {s.k_group} elements that share a scale"
-    if s.k_in_turns:
-        yield from _in_turns_violations(s)
     if s.tile_m < 64 and s.grouped:
         yield f"tile_m {s.tile_m} is for few rows, but groups may have more"
 
 
 def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
-    if s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
+    if s.converts_b and s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
         yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
     # NOTE: of an odd number, a warpgroup would meet a stage every other time that it is filled. A
     # barrier tells fills apart by one bit: while the other's is on its way, the last but one of a
@@ -207,7 +207,7 @@ def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
             f"num_stages {s.num_stages} is no even number from {IN_TURNS_STAGES}, and warpgroups "
             "take turns at them"
         )
-    if s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
+    if s.converts_b and s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
         yield f"tile_k {s.tile_k}: numbers of two B's along more than {MAX_GATED_IN_TURNS_K} spill"
     if s.k_group:
         yield "warpgroups that take turns at k-tiles know no scales along K"

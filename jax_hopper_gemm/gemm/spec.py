@@ -106,14 +106,14 @@ class GemmSpec(ProblemType):
     @cached_property
     def math_warpgroups(self) -> int:
         """Math warpgroups of a CTA; one more loads."""
-        if self.warp_schedule == "pingpong" or self.converts_b:
+        if self.warp_schedule == "pingpong" or self.shares_columns:
             return 2
         return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
 
     @cached_property
     def rows_per_warpgroup(self) -> int:
         """Rows of a tile that one math warpgroup accumulates."""
-        if self.converts_b:
+        if self.shares_columns:
             return self.d_tile_m
         share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
         return self.tile_m // share
@@ -139,9 +139,14 @@ class GemmSpec(ProblemType):
         return self.bf16_terms > 0 and not self.reads_parts
 
     @property
+    def shares_columns(self) -> bool:
+        """Whether math warpgroups share the columns of a tile; others share its rows, or tiles."""
+        return self.converts_b or self.k_in_turns
+
+    @property
     def warpgroups_n(self) -> int:
-        """Math warpgroups that share the columns of a tile; others share its rows, or tiles."""
-        return self.math_warpgroups if self.converts_b else 1
+        """Math warpgroups that share the columns of a tile."""
+        return self.math_warpgroups if self.shares_columns else 1
 
     @property
     def d_tile_m(self) -> int:
@@ -155,12 +160,15 @@ class GemmSpec(ProblemType):
 
     @cached_property
     def k_in_turns(self) -> bool:
-        """Whether math warpgroups that convert B have the same columns, and take turns at k-tiles.
+        """Whether math warpgroups multiply all of a tile, and take turns at its k-tiles.
 
-        They do where a tile has no more columns of each B than one of their wgmmas. Each then
-        stores half of them.
+        They do where a tile has not enough for two: no more columns of each B than one wgmma of
+        those that convert B; 64 rows, where sums are promoted. Each then stores half the columns.
         """
-        return self.converts_b and self.tile_n == BLOCK * self.graph.accumulators
+        if self.converts_b:
+            return self.tile_n == BLOCK * self.graph.accumulators
+        alone = self.tile_m == EPI_TILE_M and self.warp_schedule == "cooperative"
+        return self.promoted and alone and not (self.grouped or self.graph.needs_extents)
 
     @property
     def converted_columns(self) -> int:
@@ -186,7 +194,8 @@ class GemmSpec(ProblemType):
         For bfloat16 parts see `bf16_parts`, for promoted sums `sum_columns`.
         """
         if self.promoted:
-            return self.tile_registers + EPI_TILE_M * self.sum_columns // 128
+            totals = self.rows_per_warpgroup * self.tile_n // 128
+            return totals + EPI_TILE_M * self.sum_columns // 128
         sets = 1 + (self.k_group > 0 or self.reads_parts)
         if self.cuts_operands:
             sets = accumulator_sets(self.bf16_terms)

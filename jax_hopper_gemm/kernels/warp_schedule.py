@@ -53,7 +53,8 @@ class Cooperative:
     tiles_in_turn = 1  # math warpgroups that alternate tiles
 
     def __init__(self, spec):
-        self.atom_layout_m = spec.math_warpgroups  # side by side along a tile's rows
+        # Side by side along a tile's rows.
+        self.atom_layout_m = spec.math_warpgroups // spec.warpgroups_n
         self.tile_warps = 4 * spec.math_warpgroups  # math warps that work on one tile
         self.registers = registers(spec)
 

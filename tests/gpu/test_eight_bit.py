@@ -38,7 +38,8 @@ SPECS = list(dict.fromkeys((*eight_bit_specs(), *block_specs(), *eight_bit.chose
 GROUPED = [spec for spec in SPECS if spec.grouped and not spec.a_block]
 BLOCKS = [spec for spec in SPECS if spec.a_block and not spec.grouped]
 GROUPED_BLOCKS = [spec for spec in SPECS if spec.a_block and spec.grouped]
-PROMOTED = [s for s in eight_bit.chosen_specs() if not (s.a_block or s.grouped)]
+BARE = (*block_specs(), *eight_bit.chosen_specs())
+PROMOTED = [spec for spec in dict.fromkeys(BARE) if not (spec.a_block or spec.grouped)]
 VARIANTS = eight_bit_variants()
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 

@@ -117,11 +117,22 @@ _OF_BLOCKS = {
     "tile_n": (16, 96, 128, 160, 192),
     "ab_dtype": (_F8[0], _F8, "int8"), "d_dtype": ("bfloat16", "float32", _F8[0]),
 }  # fmt: skip
+_PROMOTED_IN_TURNS = {
+    "tile_m": (64,),
+    "tile_n": (32, 64, 128, 256),
+    "num_stages": (4, 6, 8),
+    "warp_schedule": ("cooperative",),
+}
 BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_8_BITS, **_OF_BLOCKS},
     {**CHOICES, **_OF_ROWS, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
     {**CHOICES, **_OF_CONTRACTION, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
-)
+    {**CHOICES, **_OF_8_BITS, **_OF_BLOCKS, **_PROMOTED_IN_TURNS},
+    {
+        **EPILOGUE_CHOICES, **_OF_8_BITS, **_OF_BLOCKS, **_PROMOTED_IN_TURNS, "a_block": (0, 1),
+        "b_block": (0, 128), "epilogue": ("residual", "alpha_beta", "gated_silu"),
+    },
+)  # fmt: skip
 
 # Of float32 operands, by bfloat16 parts.
 _OF_PARTS = {

@@ -90,17 +90,21 @@ def check_scaled(
     num_sms: int | None = None,
     repeats: int = 1,
 ) -> None:
-    """The same of a kernel with block scales, on integers and on other numbers; see `check`."""
+    """The same of a kernel with block scales, on integers and, without an epilogue, on other
+    numbers; see `check`."""
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     what = f"{spec.name} on {problem} along {raster_order}"
-    for make in (random_operands.integer_inputs, random_operands.normal_inputs):
+    makers = [random_operands.integer_inputs, random_operands.normal_inputs]
+    for make in makers[: 1 if spec.epilogue else 2]:
         inputs = random_operands.scale_inputs(problem, make(problem, seed), seed)
-        (result,) = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
+        results = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
         a, b = reference.scaled(problem, inputs)
         exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
         if make is random_operands.integer_inputs:
-            assert_exact([result], [cast(exact.astype(np.float32), spec.d_dtype)], what)
+            sums = [exact.astype(np.float32)]
+            assert_exact(results, _evaluated(problem, spec, inputs, sums), what)
             continue
+        (result,) = results
         bound = tolerance.error_bound(
             exact, magnitude, problem.k, spec.d_dtype, "promoted", spec.a_dtype
         )
@@ -112,6 +116,13 @@ def check_scaled(
 def exact(problem: GemmProblem, spec: GemmSpec, inputs: Inputs) -> list[np.ndarray]:
     """Returns the one right content of each array that the kernel writes, for small integers."""
     sums = [reference.integer_product(inputs.a, b, np.dtype(np.float32)) for b in inputs.b]
+    return _evaluated(problem, spec, inputs, sums)
+
+
+def _evaluated(
+    problem: GemmProblem, spec: GemmSpec, inputs: Inputs, sums: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Returns what the kernel writes of its products, by the graph of the epilogue."""
     values = exact_values(problem.graph, sums, broadcast_operands(problem, inputs))
     stored = [values[result.value] for result in problem.graph.results]
     return arrays_of(problem.graph, spec, stored, shape_of(problem, "d"))

@@ -31,6 +31,7 @@ from .block_scales import ScaledConsumer, ScalesProducer
 from .gather import GatherProducer
 from .parts import PartsConsumer, StoredPartsConsumer, StoredPartsProducer
 from .promoted import PromotedConsumer
+from .promoted_in_turns import PromotedInTurnsConsumer, ScaledInTurnsConsumer
 from .rs import RegisterConsumer
 from .rs_in_turns import InTurnsConsumer
 from .ss import SharedConsumer
@@ -65,7 +66,9 @@ def make_consumer(spec, producer, atom_layout_m):
     elif spec.converts_b:
         kind = InTurnsConsumer if spec.k_in_turns else RegisterConsumer
     elif spec.a_block:
-        kind = ScaledConsumer
+        kind = ScaledInTurnsConsumer if spec.k_in_turns else ScaledConsumer
+    elif spec.promoted:
+        kind = PromotedInTurnsConsumer if spec.k_in_turns else PromotedConsumer
     else:
-        kind = PromotedConsumer if spec.promoted else SharedConsumer
+        kind = SharedConsumer
     return kind(spec, atom_layout_m, producer.before_read)

@@ -110,8 +110,8 @@ class ScaledConsumer(PromotedConsumer):
         # A tile of no group is zero: zeros times scales may be infinite or NaN.
         counts = coords.filled if coords.belongs is None else coords.belongs
         if counts is not None:
-            for v in range(cute.size(view.acc)):
-                view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
+            for v in range(cute.size(view.totals)):
+                view.totals[v] = Float32(select_(counts, view.totals[v], Float32(0.0)))
         return state
 
     def partition_for_math(self, stages, warpgroup, args):
@@ -173,8 +173,8 @@ class ScaledConsumer(PromotedConsumer):
         for v, at in self.places(block, part):
             if (column := self.column_of(part, v)) in columns:
                 scale = rows[line_of(v)[0] % len(rows)] * columns[column]
-                total, value = view.acc[at], view.sums[v].to(Float32)
-                view.acc[at] = in_order("fma.rn.f32 $0, $1, $2, $3;", value, scale, total)
+                total, value = view.totals[at], view.sums[v].to(Float32)
+                view.totals[at] = in_order("fma.rn.f32 $0, $1, $2, $3;", value, scale, total)
 
     def column_of(self, part, v):
         """Returns which of `TilePointers.columns` is that of a sum of a piece."""

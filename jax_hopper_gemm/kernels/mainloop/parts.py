@@ -102,7 +102,7 @@ class PartsConsumer(SharedConsumer):
         acc, sums = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         small = cute.make_rmem_tensor(shape, Float32) if self.sums_apart else None
         return PartsView(
-            tCrA, tCrB, acc, sums, first_row=warpgroup * 64, scales=None, small=small,
+            tCrA, tCrB, acc, sums, acc, first_row=warpgroup * 64, scales=None, small=small,
             sA=_pointer(stages.sA, Float32), sB=_pointer(stages.sB, Float32),
             parts=_pointer(stages.parts, Uint32),
         )  # fmt: skip
@@ -291,8 +291,8 @@ class StoredPartsConsumer(SharedConsumer):
     """Math warpgroups with accumulators of a tile, and as many in which an interval is summed."""
 
     def make_accumulators(self):
-        acc, _ = super().make_accumulators()
-        return acc, cute.make_rmem_tensor_like(acc)
+        acc, *_ = super().make_accumulators()
+        return acc, cute.make_rmem_tensor_like(acc), acc
 
     @cute.jit
     def multiply(self, view, ring, state, coords, on_issued: cutlass.Constexpr):

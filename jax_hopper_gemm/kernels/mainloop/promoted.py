@@ -25,18 +25,18 @@ class PromotedConsumer(SharedConsumer):
     def make_accumulators(self):
         s = self.spec
         acc = self.make_registers(self.acc_dtype, s.rows_per_warpgroup, s.tile_n)
-        return acc, self.make_registers(self.sum_dtype, 64, self.columns)
+        return acc, self.make_registers(self.sum_dtype, 64, self.columns), acc
 
     @cute.jit
     def _accumulate(
         self, view, ring, state, k_tiles, blocks: cutlass.Constexpr,
         on_issued: cutlass.Constexpr,
     ):  # fmt: skip
-        view.acc.fill(0.0)
+        view.totals.fill(0.0)
         for _ in cutlass.range(k_tiles, unroll=1):
             ring.consumer_wait(state)
             self._multiply_pieces(view, ring, state, blocks)
-            state.advance()
+            state = self.after(state)
         on_issued()
         return state
 
@@ -74,7 +74,8 @@ class PromotedConsumer(SharedConsumer):
     def promote(self, view, block, part, scales):
         """Adds the sums of a piece to the tile's accumulators."""
         for v, at in self.places(block, part):
-            view.acc[at] = in_order("add.rn.f32 $0, $1, $2;", view.sums[v], view.acc[at])
+            total = view.totals[at]
+            view.totals[at] = in_order("add.rn.f32 $0, $1, $2;", view.sums[v], total)
 
     def places(self, block, part):
         """Yields the number of each sum of a piece, and of its accumulator."""

@@ -15,6 +15,7 @@ import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
 
 from ...gemm.bf16_parts import num_parts
 from ...gemm.smem import PART_BUFFERS, SMEM_ALIGNMENT, exchange_bytes, scale_stage_bytes
@@ -30,7 +31,7 @@ class Stages:
     parts: Any = None  # bfloat16 parts of float32 B, (bN, bK, parts of each of `PART_BUFFERS`)
     sS: tuple = ()  # of each B (bN, groups along K, stages): its scales
     scales: Any = None  # pointer to those of rows, then of columns, in stage 0
-    exchange: Any = None  # where math warpgroups turn their accumulators, see `rs`
+    exchange: Any = None  # where math warpgroups turn their accumulators, or add them up
 
 
 def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages, parts=1):
@@ -59,20 +60,20 @@ def allocate_stages(spec, memory):
         count = PART_BUFFERS * num_parts(s.bf16_terms)
         layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
         return replace(stages, parts=memory.tensor(BFloat16, layout))
+    stage = scale_stage_bytes(s)
     if s.a_block:
-        pointer = memory.pointer(Float32, s.num_stages * scale_stage_bytes(s), SMEM_ALIGNMENT)
-        return replace(stages, scales=pointer)
-    if not s.converts_b:
-        return stages
-    sS, stage = (), scale_stage_bytes(s)
+        pointer = memory.pointer(Float32, s.num_stages * stage, SMEM_ALIGNMENT)
+        stages = replace(stages, scales=pointer)
     if s.k_group:
         rows, groups = s.d_tile_n, s.tile_k // s.k_group
         layout = cute.make_layout((rows, groups, s.num_stages), stride=(1, rows, stage // 4))
         pointer = memory.pointer(Float32, s.num_stages * stage, SMEM_ALIGNMENT)
         parts = range(s.graph.accumulators)
         sS = tuple(cute.make_tensor(pointer + part * rows * groups, layout) for part in parts)
-    exchange = memory.pointer(Float32, exchange_bytes(s), SMEM_ALIGNMENT)
-    return replace(stages, sS=sS, exchange=exchange)
+        stages = replace(stages, sS=sS)
+    if nbytes := exchange_bytes(s):
+        stages = replace(stages, exchange=memory.pointer(Float32, nbytes, SMEM_ALIGNMENT))
+    return stages
 
 
 def make_ring(spec, barriers, producer, stage_warps, stage_bytes):
@@ -116,6 +117,16 @@ def kept_in_register(value):
     for that. It does not know what comes out of a shuffle.
     """
     return cute.arch.shuffle_sync(Int32(value), cute.arch.lane_idx())
+
+
+def either(condition, one, other):
+    """Returns one consumer's state where a condition holds, else the other."""
+    return pipeline.PipelineState(
+        one.stages, Int32(0), *(
+            select_(condition, a, b)
+            for a, b in ((one.index, other.index), (one.phase, other.phase))
+        ),
+    )  # fmt: skip
 
 
 def skip_tile(spec, state, coords):

@@ -28,7 +28,6 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import select_
 
 from ...gemm.conversion import BLOCK, LDMATRIX_K, MMA_K, Held
 from ...gemm.dtypes import DTYPES
@@ -43,6 +42,7 @@ from ...gemm.wgmma_fragment import (
 )
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP, BarrierId
+from .ring import either
 from .rs_loads import LoadsAlongK, LoadsAlongN, Raw
 from .ss import SharedConsumer
 from .widening import make_conversion
@@ -75,8 +75,6 @@ class ConversionView:
 
 class RegisterConsumer(SharedConsumer):
     """Math warpgroups that convert B in registers."""
-
-    step = 1  # stages from one of a warpgroup to its next
 
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
@@ -171,9 +169,6 @@ class RegisterConsumer(SharedConsumer):
     def multiply(self, view, ring, state, coords, on_issued):
         return self._accumulate(view, ring, state, coords.k_tiles, on_issued)
 
-    def sums(self, view):
-        return view.totals
-
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
         """B's words of a stage are loaded, the first converted, while the one before is multiplied.
@@ -205,20 +200,9 @@ class RegisterConsumer(SharedConsumer):
         self.release(ring, release)
         return state
 
-    def after(self, state):
-        """Returns the state of a warpgroup's next stage."""
-        after = state.clone()
-        for _ in range(self.step):
-            after.advance()
-        return after
-
     def following(self, state, exists):
-        """Returns the same within a tile; `state` where this one is the last."""
-        after = self.after(state)
-        return pipeline.PipelineState(
-            self.spec.num_stages, Int32(0),
-            select_(exists, after.index, state.index), select_(exists, after.phase, state.phase),
-        )  # fmt: skip
+        """Returns that of a warpgroup's next stage of a tile; `state` where it has no more."""
+        return either(exists, self.after(state), state)
 
     def release(self, ring, state):
         # NOTE: ordinary loads have read the stage, which TMA refills by another proxy.
@@ -323,6 +307,9 @@ class RegisterConsumer(SharedConsumer):
             for v in range(values):
                 at, scale = block * values + v, scales[block][v // 2 % 2]
                 view.totals[at] = cute.math.fma(view.sums[at], scale, view.totals[at])
+
+    def sums(self, view):
+        return view.totals
 
     def settle(self, view):
         """Moves the sums of D transposed to the accumulators of D, 64 rows by 32 columns a time."""

@@ -7,14 +7,10 @@ a product of few columns and a long K has a tile for each SM, and no SM waits fo
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass import Int32
-from cutlass.cutlass_dsl import select_
 
 from ...gemm.smem import EXCHANGE_COLUMNS, EXCHANGE_PITCH
 from ...gemm.wgmma_fragment import first_column, first_row
-from ..shared_memory import WARPGROUP, BarrierId
-from .ring import skip_tile
+from .in_turns import InTurns
 from .rs import BLOCK, RegisterConsumer, even
 
 
@@ -24,12 +20,11 @@ def clear(registers):
         registers[v] = 0.0
 
 
-class InTurnsConsumer(RegisterConsumer):
-    """Math warpgroups that have the same columns, and every other k-tile."""
+class InTurnsConsumer(InTurns, RegisterConsumer):
+    """Math warpgroups that convert the same columns of B, each of every other k-tile."""
 
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
-        self.step = spec.math_warpgroups
         self.of_chunk = spec.tile_m * EXCHANGE_PITCH  # floats of `EXCHANGE_COLUMNS`, of all rows
         self.of_warpgroup = spec.tile_n // EXCHANGE_COLUMNS * self.of_chunk
 
@@ -48,28 +43,13 @@ class InTurnsConsumer(RegisterConsumer):
         )
 
     def exchange_barrier(self, warpgroup_index):
-        return pipeline.NamedBarrier(BarrierId.MATH, self.spec.math_warpgroups * WARPGROUP)
-
-    def multiply(self, view, ring, state, coords, on_issued):
-        own = (coords.k_tiles + 1 - view.warpgroup) >> 1
-        self._accumulate_own(view, ring, self.first_of(state, view.warpgroup), own, on_issued)
-        return skip_tile(self.spec, state, coords)
-
-    def first_of(self, state, warpgroup_index):
-        """Returns the state of a warpgroup's first stage of a tile."""
-        after = state.clone()
-        after.advance()
-        second = warpgroup_index == 1
-        return pipeline.PipelineState(
-            self.spec.num_stages, Int32(0),
-            select_(second, after.index, state.index), select_(second, after.phase, state.phase),
-        )  # fmt: skip
+        return self.barrier()
 
     @cute.jit
-    def _accumulate_own(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
+    def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
         clear(view.totals)
         if k_tiles > 0:
-            state = self._accumulate(view, ring, state, k_tiles, on_issued)
+            state = super()._accumulate(view, ring, state, k_tiles, on_issued)
         return state
 
     def settle(self, view):

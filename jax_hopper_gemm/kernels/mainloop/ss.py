@@ -25,13 +25,16 @@ class MathView:
     tCrA: Any  # (wgmma, 64-row blocks, bK / mma_k, stages)
     tCrB: Any  # (wgmma, parts of the columns, bK / mma_k, stages)
     acc: Any  # (wgmma, 64-row blocks, 1); of the whole tile, once it is multiplied
-    sums: Any  # where wgmma adds up: `acc`, or others like it that are promoted to it
+    sums: Any  # where wgmma adds up: `acc`, or others like it that are promoted to `totals`
+    totals: Any  # `acc`, or of which it is made in the end
     first_row: Any  # of a tile, at which the warpgroup's first 64 rows begin
     scales: Any  # `Scales` of A and of B; None without
 
 
 class SharedConsumer:
     """Math warpgroups that read A and B where the producer put them."""
+
+    step = 1  # stages from one of a warpgroup to its next
 
     def __init__(self, spec, atom_layout_m, before_read):
         self.spec = spec
@@ -45,7 +48,7 @@ class SharedConsumer:
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         dtypes = CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype]
         return make_tiled_mma(
-            *dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, columns or s.tile_n
+            *dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, columns or s.columns_per_warpgroup
         )
 
     def partition_for_math(self, stages, warpgroup, args):
@@ -55,12 +58,18 @@ class SharedConsumer:
         thr_mma = tiled_mma.get_slice(thread)
         tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(stages.sA))
         tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(stages.sB))
-        acc, sums = self.make_accumulators()
         return MathView(
-            tCrA, tCrB, acc, sums,
+            tCrA, tCrB, *self.make_accumulators(),
             first_row=warpgroup * 64 if self.atom_layout_m > 1 else 0,
             scales=args.scales,
         )  # fmt: skip
+
+    def after(self, state, stages=None):
+        """Returns a state so many stages later: a warpgroup's next one."""
+        after = state.clone()
+        for _ in range(stages or self.step):
+            after.advance()
+        return after
 
     def sums(self, view):
         return view.acc
@@ -69,9 +78,9 @@ class SharedConsumer:
         """Nothing: `acc` are the accumulators that the epilogue reads."""
 
     def make_accumulators(self):
-        """Returns `acc` and `sums` of a `MathView`."""
+        """Returns `acc`, `sums` and `totals` of a `MathView`."""
         acc = self.make_registers(self.acc_dtype, self.spec.rows_per_warpgroup, self.spec.tile_n)
-        return acc, acc
+        return acc, acc, acc
 
     def make_registers(self, dtype, rows, columns):
         """Returns a thread's accumulators of so much of a tile."""
