@@ -353,7 +353,6 @@ def test_what_warpgroups_in_turns_cannot_do():
         "64x64 sums of a warpgroup do not fit": {"tile_m": 64, "short_boxes": False},
         "num_stages 2 is no even number from 4": {"num_stages": 2},
         "num_stages 7 is no even number": {"num_stages": 7},
-        "know no scales along K": {"k_group": 64},
         "epi_tile_n 64 is not 16, 32 or 64 dividing": {"epi_tile_n": 64},
     }.items():
         assert any(reason in text for text in violations(replace(spec, **fields))), reason

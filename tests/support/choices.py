@@ -199,6 +199,6 @@ CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
             "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
         ),
     },
-    {**CHOICES, **_IN_TURNS},
+    {**CHOICES, **_IN_TURNS, "k_group": (0, 32, 64, 128)},
     {**EPILOGUE_CHOICES, **_IN_TURNS, "tile_n": (64, 128), "epilogue": ("residual", "gated_silu")},
 )  # fmt: skip

@@ -178,7 +178,7 @@ class RegisterConsumer(SharedConsumer):
         release = state.clone()
         fragments, words = self.make_fragments(), self.make_words()
         mma = self.make_swapped_mma()
-        if cutlass.const_expr(self.spec.k_group > 0):
+        if cutlass.const_expr(self.spec.k_group > 0 and not self.spec.k_in_turns):
             view.totals.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         ring.consumer_wait(state)
