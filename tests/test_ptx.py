@@ -40,6 +40,7 @@ SCALED = [
         for a_block, b_block in ((1, 1), (1, 128), (128, 128))
     ),
     first(policies.block_specs(), k_in_turns=True, a_block=1, tile_scheduler="static"),
+    first(policies.converted_specs(), k_in_turns=True, k_group=32),
 ]
 IN_TURNS = first(policies.block_specs(), k_in_turns=True, a_block=0, cluster_size=1)
 
