@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from support.graphs import STANDARD
 from support.program_inspection import normal
 from support.weights import BLOCKS, DTYPES, PROGRAMS, quantized
 
@@ -349,11 +350,17 @@ def test_warpgroups_take_turns_where_each_sm_has_a_tile_of_few_rows(m, n, in_tur
 def test_what_warpgroups_in_turns_cannot_do():
     (spec,) = specs_of(jhg.matmul, _array(16, 8192), _w(jnp.int4, None, (8192, 8192)))
     assert spec.k_in_turns and not violations(spec)
+    assert not violations(replace(spec, k_group=64))
     for reason, fields in {
         "64x64 sums of a warpgroup do not fit": {"tile_m": 64, "short_boxes": False},
         "num_stages 2 is no even number from 4": {"num_stages": 2},
         "num_stages 7 is no even number": {"num_stages": 7},
         "epi_tile_n 64 is not 16, 32 or 64 dividing": {"epi_tile_n": 64},
+        "know no scales along K of two B's": {
+            "tile_n": 128,
+            "epilogue": STANDARD["gated_silu"],
+            "k_group": 64,
+        },
     }.items():
         assert any(reason in text for text in violations(replace(spec, **fields))), reason
 

@@ -209,6 +209,8 @@ def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
         )
     if s.converts_b and s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
         yield f"tile_k {s.tile_k}: numbers of two B's along more than {MAX_GATED_IN_TURNS_K} spill"
+    if s.graph.accumulators > 1 and s.k_group:
+        yield "warpgroups that take turns at k-tiles know no scales along K of two B's"
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:

@@ -33,7 +33,7 @@ from .parts import PartsConsumer, StoredPartsConsumer, StoredPartsProducer
 from .promoted import PromotedConsumer
 from .promoted_in_turns import PromotedInTurnsConsumer, ScaledInTurnsConsumer
 from .rs import RegisterConsumer
-from .rs_in_turns import InTurnsConsumer
+from .rs_in_turns import RegisterInTurnsConsumer
 from .ss import SharedConsumer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
 
@@ -64,7 +64,7 @@ def make_consumer(spec, producer, atom_layout_m):
     if spec.bf16_terms:
         kind = StoredPartsConsumer if spec.reads_parts else PartsConsumer
     elif spec.converts_b:
-        kind = InTurnsConsumer if spec.k_in_turns else RegisterConsumer
+        kind = RegisterInTurnsConsumer if spec.k_in_turns else RegisterConsumer
     elif spec.a_block:
         kind = ScaledInTurnsConsumer if spec.k_in_turns else ScaledConsumer
     elif spec.promoted:

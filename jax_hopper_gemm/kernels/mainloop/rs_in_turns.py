@@ -20,7 +20,7 @@ def clear(registers):
         registers[v] = 0.0
 
 
-class InTurnsConsumer(InTurns, RegisterConsumer):
+class RegisterInTurnsConsumer(InTurns, RegisterConsumer):
     """Math warpgroups that convert the same columns of B, each of every other k-tile."""
 
     def __init__(self, spec, atom_layout_m, before_read):
