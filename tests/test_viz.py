@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.policies import covering_specs
+from support.policies import block_specs, converted_specs, covering_specs, parts_specs
 from support.program_inspection import run_fresh
 
 from jax_hopper_gemm import viz
@@ -38,11 +38,18 @@ KERNELS = {
         "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=3, epi_stages=2,
         epilogue=FUSED, epi_load_stages=2,
     ),
+    "turns by k-tiles": GemmSpec(
+        "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "k", "k", 64, 128, 128, promoted=True,
+        num_stages=6,
+    ),
 }  # fmt: skip
 PROBLEM = GemmProblem.dense(2048, 8192, 1024)
 
 
-@pytest.mark.parametrize("spec", [*KERNELS.values(), *covering_specs()[:20]], ids=lambda s: s.name)
+DRAWN = (*block_specs()[:4], *converted_specs()[:6], *parts_specs()[:2], *covering_specs()[:20])
+
+
+@pytest.mark.parametrize("spec", [*KERNELS.values(), *DRAWN], ids=lambda s: s.name)
 def test_shared_memory_is_covered_without_gaps(spec: GemmSpec):
     assert violations(spec) == []
     end = 0
@@ -86,6 +93,10 @@ def spans(spec: GemmSpec, *kinds: str) -> list[viz.Span]:
     return [span for span in viz.timeline(PROBLEM, spec, H200, tiles=4) if span.kind in kinds]
 
 
+def warpgroups_of_a_k_tile(spec: GemmSpec) -> int:
+    return 1 if spec.warp_schedule == "pingpong" or spec.k_in_turns else spec.math_warpgroups
+
+
 def overlapping(found: list[viz.Span]) -> list[tuple[viz.Span, viz.Span]]:
     found = sorted(found, key=lambda span: (span.start, span.end))
     pairs = zip(found, found[1:], strict=False)
@@ -104,7 +115,7 @@ def test_every_k_tile_is_loaded_once_and_then_multiplied(kernel):
     k_tiles = PROBLEM.k // kernel.tile_k
     assert len(arrived) == len(spans(kernel, "load")) == 4 * k_tiles
     work = spans(kernel, "multiply")
-    shares = 1 if kernel.warp_schedule == "pingpong" else kernel.math_warpgroups
+    shares = warpgroups_of_a_k_tile(kernel)
     assert len(work) == shares * len(arrived)
     assert all(span.start >= arrived[span.tile, span.step] for span in work)
 
@@ -122,7 +133,7 @@ def test_no_stage_is_loaded_before_it_has_been_read(kernel):
 
 def test_lengths_are_those_of_the_cost_model(kernel):
     cycles = tile_cycles(PROBLEM, kernel, H200)
-    shares = 1 if kernel.warp_schedule == "pingpong" else kernel.math_warpgroups
+    shares = warpgroups_of_a_k_tile(kernel)
     wanted = {
         "load": cycles.load,
         "epilogue": cycles.epilogue,
@@ -139,6 +150,15 @@ def test_pingpong_multiplies_while_it_stores():
         during = [s for s in work if s.start < epilogue.end and s.end > epilogue.start]
         assert {span.tile for span in during} == {epilogue.tile + 1}
         assert {span.actor for span in during} != {epilogue.actor}
+
+
+def test_warpgroups_in_turns_have_every_other_k_tile_and_all_store():
+    for warpgroup in range(2):
+        work = spans(KERNELS["turns by k-tiles"], "multiply")
+        steps = [span.step for span in work if span.actor == f"math {warpgroup}"]
+        assert steps == 4 * list(range(warpgroup, PROBLEM.k // 128, 2))
+    stores = [span.actor for span in spans(KERNELS["turns by k-tiles"], "store")]
+    assert stores.count("stores 0") == stores.count("stores 1") == 4 * 2
 
 
 def test_stores_are_as_many_as_the_kernel_issues():

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..gemm.dtypes import DTYPES
-from ..gemm.smem import SMEM_BARRIERS, SMEM_LIMIT, loaded_bytes, scratch_bytes
+from ..gemm.smem import (
+    SMEM_BARRIERS,
+    SMEM_LIMIT,
+    exchange_bytes,
+    loaded_bytes,
+    scale_stage_bytes,
+    scratch_bytes,
+)
 from ..gemm.spec import GemmSpec
 from .canvas import subplots
 from .fragments import ROWS
@@ -15,6 +22,7 @@ from .fragments import ROWS
 KIND_COLOURS = {
     "A": "#457b9d",
     "B": "#a8dadc",
+    "scales": "#ffb703",
     "result": "#e76f51",
     "operand": "#f4a261",
     "scratch": "#9d4edd",
@@ -42,10 +50,16 @@ def shared_memory(spec: GemmSpec) -> list[Part]:
             parts.append(Part(kind, name, end, nbytes))
 
     s = spec
-    rows = ("A", s.tile_m * s.a_itemsize), ("B", s.tile_n * s.b_itemsize)
-    for kind, nbytes in rows:
+    of_operands = {
+        "A": DTYPES[s.a_dtype].nbytes(s.tile_m * s.tile_k),
+        "B": DTYPES[s.b_dtype].nbytes(s.tile_n * s.tile_k),
+        "scales": scale_stage_bytes(s),
+    }
+    for kind, nbytes in of_operands.items():
         for stage in range(s.num_stages):
-            add(kind, f"{kind}, stage {stage}", nbytes * s.tile_k)
+            add(kind, f"{kind}, stage {stage}", nbytes)
+    add("B", "bfloat16 parts of B", s.parts_bytes)
+    add("scratch", "sums that warpgroups exchange", exchange_bytes(s))
     for i, result in enumerate(s.graph.matrices):
         nbytes = ROWS * s.epi_tile_n * DTYPES[result.dtype].itemsize
         for warpgroup in range(s.math_warpgroups):

@@ -40,8 +40,8 @@ def timeline(problem: GemmProblem, spec: GemmSpec, device: Device, tiles: int = 
 
     The lengths are those of `dispatch.cost`. The order is the kernel's. A stage is loaded again
     when all of its readers are one k-tile further. The tensor cores serve one warpgroup at a time:
-    of those that are ready, the one ahead. Pingpong warpgroups take turns by tiles. Latencies and
-    the effects of other CTAs are in the model's constants, not here.
+    of those that are ready, the one ahead. Pingpong warpgroups take turns by tiles, some others by
+    k-tiles. Latencies and the effects of other CTAs are in the model's constants, not here.
 
     Args:
       tiles: number of tiles that the CTA computes.
@@ -55,7 +55,8 @@ class _Simulation:
 
     def __init__(self, spec: GemmSpec, cycles: TileCycles, tiles: int) -> None:
         self.spec, self.cycles = spec, cycles
-        self.pingpong = spec.warp_schedule == "pingpong"
+        self.pingpong, self.in_turns = spec.warp_schedule == "pingpong", spec.k_in_turns
+        self.step = 2 if self.in_turns else 1  # from a warpgroup's k-tile to its next
         self.total = tiles * cycles.k_tiles
         self.spans: list[Span] = []
         self.arrived: list[float] = []  # when each k-tile was in shared memory
@@ -65,8 +66,9 @@ class _Simulation:
         """Returns the time at which a k-tile's stage became free again; infinity: not yet."""
         tile, step = divmod(k_tile, self.cycles.k_tiles)
         readers = [tile % 2] if self.pingpong else range(self.spec.math_warpgroups)
-        last = step == self.cycles.k_tiles - 1
-        behind = k_tile if last else k_tile + 1  # one group of wgmma stays in flight
+        readers = [k_tile % 2] if self.in_turns else readers
+        last = step + self.step >= self.cycles.k_tiles
+        behind = k_tile if last else k_tile + self.step  # one group of wgmma stays in flight
         return max(self.ends.get((reader, behind), math.inf) for reader in readers)
 
     def load(self) -> None:
@@ -86,8 +88,10 @@ class _Simulation:
 
     def run(self) -> list[Span]:
         k_tiles, warpgroups = self.cycles.k_tiles, self.spec.math_warpgroups
-        length = self.cycles.multiply / (1 if self.pingpong else warpgroups)
-        position = [w * k_tiles if self.pingpong else 0 for w in range(warpgroups)]
+        alone = self.pingpong or self.in_turns
+        length = self.cycles.multiply / (1 if alone else warpgroups)
+        apart = k_tiles if self.pingpong else self.step - 1
+        position = [w * apart for w in range(warpgroups)]
         ready, idle, turn = [0.0] * warpgroups, 0.0, 0
         while True:
             self.load()
@@ -104,8 +108,8 @@ class _Simulation:
             k_tile = position[w]
             ready[w] = idle = self.ends[w, k_tile] = starts[w] + length
             self.add(f"math {w}", "multiply", k_tile, starts[w], idle)
-            position[w] += 1
-            if position[w] % k_tiles == 0:
+            position[w] += self.step
+            if position[w] // k_tiles > k_tile // k_tiles:
                 ready[w] = self.epilogue(w, k_tile, idle)
                 if self.pingpong:
                     position[w] += k_tiles
@@ -116,7 +120,7 @@ class _Simulation:
         tile = k_tile // self.cycles.k_tiles
         self.spans.append(Span(f"math {warpgroup}", "epilogue", tile, 0, start, end))
         s = self.spec
-        count = s.rows_per_warpgroup // ROWS * (s.d_tile_n // s.epi_tile_n)
+        count = s.rows_per_warpgroup // ROWS * (s.d_tile_n // s.warpgroups_n // s.epi_tile_n)
         for step in range(count if s.graph.matrices else 0):
             at = start + (step + 1) / count * (end - start)
             self.spans.append(Span(f"stores {warpgroup}", "store", tile, step, at, at))
