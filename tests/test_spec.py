@@ -261,6 +261,27 @@ def test_warpgroups_take_turns_where_64_rows_are_promoted():
         assert violations(replace(spec, **change))[0].startswith(reason)
 
 
+def test_what_warpgroups_that_convert_in_turns_cannot_do():
+    spec = GemmSpec(
+        "bfloat16", "int4", "bfloat16", "k", "n", 16, 64, 256, num_stages=8, short_boxes=True,
+        evict_first="b",
+    )  # fmt: skip
+    assert spec.k_in_turns and not violations(spec)
+    assert not violations(replace(spec, k_group=64))
+    for reason, change in {
+        "64x64 sums of a warpgroup do not fit": {"tile_m": 64, "short_boxes": False},
+        "num_stages 2 is no even number from 4": {"num_stages": 2},
+        "num_stages 7 is no even number": {"num_stages": 7},
+        "epi_tile_n 64 is not 16, 32 or 64 dividing": {"epi_tile_n": 64},
+        "know no scales along K of two B's": {
+            "tile_n": 128,
+            "epilogue": STANDARD["gated_silu"],
+            "k_group": 64,
+        },
+    }.items():
+        assert any(reason in text for text in violations(replace(spec, **change))), reason
+
+
 def test_shared_memory_adds_barriers_ring_and_epilogue():
     assert LARGE.stage_bytes == 128 * 64 * 2 + 256 * 64 * 2
     assert LARGE.epi_stage_bytes == 64 * 32 * 2

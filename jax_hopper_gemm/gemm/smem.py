@@ -73,7 +73,7 @@ def parts_bytes(spec: GemmSpec) -> int:
 def exchange_bytes(spec: GemmSpec) -> int:
     """Returns the bytes in which math warpgroups that share columns turn or add up their sums."""
     nbytes = 4 * EPI_TILE_M * EXCHANGE_PITCH
-    return spec.math_warpgroups * nbytes if spec.shares_columns else 0
+    return spec.math_warpgroups * nbytes if spec.warpgroups_n > 1 else 0
 
 
 def epi_stage_bytes(spec: GemmSpec) -> int:

@@ -106,14 +106,14 @@ class GemmSpec(ProblemType):
     @cached_property
     def math_warpgroups(self) -> int:
         """Math warpgroups of a CTA; one more loads."""
-        if self.warp_schedule == "pingpong" or self.shares_columns:
+        if self.warp_schedule == "pingpong" or self.warpgroups_n == 2:
             return 2
         return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
 
     @cached_property
     def rows_per_warpgroup(self) -> int:
         """Rows of a tile that one math warpgroup accumulates."""
-        if self.shares_columns:
+        if self.warpgroups_n == 2:
             return self.d_tile_m
         share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
         return self.tile_m // share
@@ -139,14 +139,9 @@ class GemmSpec(ProblemType):
         return self.bf16_terms > 0 and not self.reads_parts
 
     @property
-    def shares_columns(self) -> bool:
-        """Whether math warpgroups share the columns of a tile; others share its rows, or tiles."""
-        return self.converts_b or self.k_in_turns
-
-    @property
     def warpgroups_n(self) -> int:
-        """Math warpgroups that share the columns of a tile."""
-        return self.math_warpgroups if self.shares_columns else 1
+        """Math warpgroups that share the columns of a tile; others share its rows, or tiles."""
+        return 2 if self.converts_b or self.k_in_turns else 1
 
     @property
     def d_tile_m(self) -> int:

@@ -65,8 +65,9 @@ class _Simulation:
     def released(self, k_tile: int) -> float:
         """Returns the time at which a k-tile's stage became free again; infinity: not yet."""
         tile, step = divmod(k_tile, self.cycles.k_tiles)
-        readers = [tile % 2] if self.pingpong else range(self.spec.math_warpgroups)
-        readers = [k_tile % 2] if self.in_turns else readers
+        readers = range(self.spec.math_warpgroups)
+        if self.pingpong or self.in_turns:
+            readers = [(tile if self.pingpong else k_tile) % 2]
         last = step + self.step >= self.cycles.k_tiles
         behind = k_tile if last else k_tile + self.step  # one group of wgmma stays in flight
         return max(self.ends.get((reader, behind), math.inf) for reader in readers)

@@ -178,6 +178,7 @@ class RegisterConsumer(SharedConsumer):
         release = state.clone()
         fragments, words = self.make_fragments(), self.make_words()
         mma = self.make_swapped_mma()
+        # Those in turns have cleared their totals: they may have no k-tile of a tile.
         if cutlass.const_expr(self.spec.k_group > 0 and not self.spec.k_in_turns):
             view.totals.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)

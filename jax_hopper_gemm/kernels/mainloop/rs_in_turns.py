@@ -1,6 +1,6 @@
 """The consumer that converts B where a tile has 64 columns: two warpgroups take turns at k-tiles.
 
-Both multiply the same columns, one the even k-tiles of a tile and one the odd. In the end each
+Both multiply the same columns, each every other k-tile of a tile. In the end each
 writes its sums to shared memory, and adds up those of both of half the columns, which it stores. So
 a product of few columns and a long K has a tile for each SM, and no SM waits for another's sums.
 """
