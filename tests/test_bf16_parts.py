@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -300,7 +301,7 @@ def test_what_no_kernel_does():
         "float32 is cut into bfloat16 parts": {"a_dtype": "bfloat16"},
         "promoted already": {"promoted": True},
         "take epilogue tiles of 16 columns": {"tile_n": 128, "epi_tile_n": 32},
-        "B is float32, which tensor cores read along K alone": {"bf16_terms": 0},
+        "A is float32, which tensor cores read along K alone": {"bf16_terms": 0, "a_major": "m"},
     }.items():
         assert any(reason in text for text in violations(replace(spec, **fields))), reason
 
@@ -354,7 +355,7 @@ def test_the_gradient_of_an_epilogue_is_part_of_the_product_before_it(size):
 def test_a_kernel_is_explained():
     explained = jhg.explain(jhg.matmul, A, B, precision=float32.preset(6))
     assert "bf16x6" in str(explained)
-    assert "along K alone" in str(jhg.explain(jhg.matmul, A, B))
+    assert "in TF32, XLA's product" in str(jhg.explain(jhg.matmul, A, B))
 
 
 @pytest.mark.parametrize("precision", (float32.preset(6), (lax.Precision.HIGHEST,) * 2, None))
@@ -375,14 +376,40 @@ def test_tf32_is_the_default_where_both_operands_lie_along_k():
         lambda a, b: product(a, b, precision=lax.DotAlgorithmPreset.TF32_TF32_F32), A, along_k
     )
     assert named == spec
-    for options in ({"precision": "highest"}, {"epilogue": jnp.tanh}):
-        assert specs_of(lambda a, b, o=options: product(a, b, **o), A, along_k) == []
+    assert specs_of(lambda a, b: product(a, b, precision="highest"), A, along_k) == []
+    (fused,) = specs_of(lambda a, b: product(a, b, epilogue=jnp.tanh), A, along_k)
+    assert fused.rounds_operands and fused.epilogue
 
 
-def test_tf32_transposes_what_does_not_lie_along_k_where_a_kernel_is_asked_for():
-    assert specs_of(jhg.matmul, A, B) == []
-    (spec,) = specs_of(lambda a, b: jhg.matmul(a, b, implementation="hopper"), A, B)
-    assert spec.rounds_operands and (spec.a_major, spec.b_major) == ("k", "k")
+def test_few_rows_and_batches_are_left_to_xla_in_tf32():
+    along_k = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    for rows, by_kernel in ((8, False), (16, True)):
+        x = jax.ShapeDtypeStruct((rows, 4096), jnp.float32)
+        assert bool(specs_of(partial(jhg.einsum, "mk,nk->mn"), x, along_k)) == by_kernel
+    batch = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.float32)
+    assert specs_of(partial(jhg.einsum, "lmk,lnk->lmn"), batch, batch) == []
+
+
+@pytest.mark.parametrize("rows", (512, 16384))
+@pytest.mark.parametrize("subscripts", ("mk,kn->mn", "mk,nk->mn", "km,kn->mn", "km,nk->mn"))
+def test_tf32_transposes_what_no_kernel_reads_or_takes_b_from_registers(subscripts, rows):
+    extents = {"m": rows, "n": 512, "k": 2048}
+    operands = subscripts.removesuffix("->mn").split(",")
+    shapes = (tuple(extents[x] for x in letters) for letters in operands)
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    (spec,) = specs_of(partial(jhg.einsum, subscripts, implementation="hopper"), a, b)
+    assert spec.rounds_operands and spec.a_major == "k"
+    assert spec.b_in_registers == (spec.b_major == "n")
+    if operands[1] == "nk":  # nothing is gained by a transpose
+        assert spec.b_major == "k"
+
+
+def test_gradients_of_weights_are_transposed_where_that_is_faster_in_tf32():
+    x, g = (jax.ShapeDtypeStruct((16384, n), jnp.float32) for n in (4096, 4096))
+    (spec,) = specs_of(partial(jhg.einsum, "km,kn->mn"), x, g)
+    assert spec.rounds_operands
+    x, g = (jax.ShapeDtypeStruct((2048, n), jnp.float32) for n in (256, 256))
+    assert specs_of(partial(jhg.einsum, "km,kn->mn"), x, g) == []
 
 
 def test_tensor_maps_round_what_is_multiplied_in_tf32():

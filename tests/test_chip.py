@@ -59,7 +59,7 @@ SHARES: dict[str, Callable[[GemmSpec], object]] = {
     "groups": lambda spec: spec.grouped,
     "block scales": lambda spec: spec.a_block,
     "8 bits": lambda spec: spec.a_itemsize == 1,
-    "weights": lambda spec: spec.converts_b,
+    "weights": lambda spec: spec.b_in_registers,
     "float32": lambda spec: spec.a_dtype == "float32",
     "split K": lambda spec: spec.split_k,
     "epilogues": lambda spec: spec.epilogue,

@@ -69,6 +69,8 @@ def stage_of(matrix: np.ndarray, bits: int, width: int, *, along_k: bool) -> np.
     lines = matrix if along_k else matrix.T
     if bits == 4:
         lines = lines[:, ::2] | lines[:, 1::2] << 4
+    if bits == 32:
+        lines = np.ascontiguousarray(lines).view(np.uint8)
     boxes = [lines[:, i : i + width].ravel() for i in range(0, lines.shape[1], width)]
     flat = np.concatenate(boxes).astype(np.uint8)
     stage = np.zeros_like(flat)
@@ -147,3 +149,24 @@ def test_a_thread_reads_what_wgmma_wants_of_its_columns(held, columns, tile_k, s
         k = 16 * k16 + 8 * i + 2 * POSITION.quad_lane
         assert np.array_equal(pairs & mask, matrix[own[block, h], k])
         assert np.array_equal((pairs >> 16) & mask, matrix[own[block, h], k + 1])
+
+
+@pytest.mark.parametrize(("columns", "tile_k"), ((64, 32), (128, 64), (256, 128)))
+def test_a_thread_reads_float32_as_wgmma_wants_it_and_from_banks_of_its_own(columns, tile_k):
+    """PTX ISA, "Register fragments for wgmma.m64nNk8": of K a thread has quad_lane and 4 more."""
+    held, width = Held(32, False), 128
+    matrix = np.arange(columns * tile_k, dtype=np.uint32).reshape(columns, tile_k)
+    words = stage_of(matrix, 32, width, along_k=False).view(np.uint32)
+    for span in range(0, columns, 64):
+        own = [span + held.column(POSITION, 0, h) for h in range(2)]
+        assert sorted(np.concatenate(own)) == sorted([*range(span, span + 64)] * 4)
+        assert np.array_equal(own[0] + 1, own[1])
+        assert np.array_equal(held.chunk(POSITION, 2), (own[0] - span) // 32)
+        for k8, i in itertools.product(range(tile_k // 8), range(2)):
+            start = conversion.offset_along_n(POSITION.quad_lane + 4 * i, 4 * own[0], width, tile_k)
+            at = (start + 8 * k8 * width) // 4
+            for h in range(2):
+                k = 8 * k8 + 4 * i + POSITION.quad_lane
+                assert np.array_equal(words[at + h], matrix[own[h], k])
+            for half in at.reshape(-1, 16):  # threads whose 8 bytes are read at once
+                assert len(np.unique((half[:, None] + np.arange(2)) % 32)) == 32

@@ -40,7 +40,10 @@ TYPES = [
         (GemmProblem.dense(64, 4100, 64), ["B", "8200 bytes", "pad N from 4100 to 4104"]),
         (GemmProblem.dense(9, 64, 64, a_major="m"), ["(K, M)", "18 bytes", "pad M from 9 to 16"]),
         (GemmProblem.dense(64, 64, 9, b_major="k"), ["(N, K)", "18 bytes", "pad K from 9 to 16"]),
-        (GemmProblem.dense(64, 64, 64, dtype="float32"), ["B is float32, which", "along K alone"]),
+        (
+            GemmProblem.dense(64, 64, 64, a_major="m", dtype="float32"),
+            ["A is float32, which", "along K alone"],
+        ),
         (GemmProblem.dense(64, 64, 64, d_dtype="int32"), ["D is int32: ask for"]),
         (GemmProblem.dense(64, 0, 64), ["N is 0", "empty"]),
         (GemmProblem.dense(64, 64, 64, 0), ["L is 0", "empty"]),

@@ -14,7 +14,7 @@ from support.policies import transposed_specs
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.dispatch.candidates import model_specs, tuner_specs, types_of
 from jax_hopper_gemm.dispatch.choice import choose_invariant
-from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, HALVES_CONFIGS, Config
+from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, MORE_CONFIGS, Config
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
@@ -164,7 +164,7 @@ def test_a_few_hundred_rows_lie_on_the_columns_of_a_tile(name):
 
 
 def test_kernels_for_any_width_of_tiles_are_those_of_16_bits():
-    configs = set(HALVES_CONFIGS) - set(DENSE_CONFIGS)
+    configs = set(MORE_CONFIGS) - set(DENSE_CONFIGS)
     for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
         kind = ProblemType(dtype, dtype, "bfloat16", "k", "k")
         found = {replace(Config.of(spec), epi_tile_n=None) for spec in model_specs(kind)}

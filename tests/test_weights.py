@@ -308,7 +308,7 @@ def test_what_is_converted_on_chip(name):
 
 def converted(spec: GemmSpec, row: Row) -> str:
     """Returns the operand that becomes 16 bits in registers, which kernels call B."""
-    if not spec.converts_b:
+    if not spec.b_in_registers:
         return ""
     left, _, *_ = row.arguments
     narrow = left.values if isinstance(left, jhg.Quantized) else left
@@ -327,11 +327,11 @@ def test_scales_of_groups_are_multiplied_by_xla_where_rows_are_many(m, dtype, bl
     arguments = _array(m, 8192), _w(dtype, block, (8192, 8192))
     explained = jhg.explain(jhg.matmul, *arguments, implementation="hopper")
     (spec,) = specs_of(partial(jhg.matmul, implementation="hopper"), *arguments)
-    assert explained.spec == spec and spec.converts_b == on_chip
+    assert explained.spec == spec and spec.b_in_registers == on_chip
     assert ("XLA converts an operand to 16 bits first" in explained.reason) != on_chip
     with jhg.batch_invariant():
         (spec,) = specs_of(jhg.matmul, *arguments)
-    assert spec.converts_b  # for any number of rows
+    assert spec.b_in_registers  # for any number of rows
 
 
 @pytest.mark.parametrize(

@@ -17,5 +17,6 @@ from .device import Device as Device
 from .device import absent_device as absent_device
 from .device import gpu_of as gpu_of
 from .legality import problem_violations as problem_violations
+from .model import slower_than_in_tf32 as slower_than_in_tf32
 from .table import TableError as TableError
 from .table import tables_of as tables_of

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from ..gemm import simt
-from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
+from ..gemm.dtypes import DTYPES, HALVES, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
 from ..gemm.legality import IN_TURNS_STAGES, configuration_violations, violations
@@ -28,7 +28,7 @@ from ..gemm.type_legality import GATHERABLE
 from .configs import (
     CONFIGS,
     CONVERTED_CONFIGS,
-    HALVES_CONFIGS,
+    MORE_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     PROMOTED_K_CONFIGS,
@@ -128,7 +128,7 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if problem_type.bf16_terms:
         in_memory = problem_type.a_dtype != "float32"
         return STORED_PARTS_CONFIGS if in_memory else PARTS_CONFIGS[problem_type.grouped]
-    if converts(problem_type.a_dtype, problem_type.b_dtype):
+    if problem_type.b_in_registers:
         return CONVERTED_CONFIGS
     if problem_type.d_major == "m":
         return TRANSPOSED_CONFIGS
@@ -137,8 +137,8 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
         configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
         # While a warpgroup promotes its sums another one must multiply.
         return tuple(dict.fromkeys(c for c in configs if c.warp_schedule != "pingpong"))
-    dense = problem_type.grouped is None and problem_type.a_dtype in HALVES
-    return configs + HALVES_CONFIGS if dense else configs
+    measured = problem_type.a_dtype in HALVES or problem_type.rounds_operands
+    return configs + MORE_CONFIGS if measured and problem_type.grouped is None else configs
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
@@ -157,8 +157,9 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
 
 
 def along_k(problem_type: ProblemType) -> ProblemType:
-    """Returns the type with both operands along K."""
-    return replace(problem_type, a_major="k", b_major="k")
+    """Returns the type with both operands along K, if the same kernels multiply these."""
+    alike = replace(problem_type, a_major="k", b_major="k")
+    return alike if alike.b_in_registers == problem_type.b_in_registers else problem_type
 
 
 @lru_cache(maxsize=64)  # of the tuner's configurations it holds thousands
@@ -224,13 +225,12 @@ def _widths(config: Config, problem_type: ProblemType, loads: bool) -> tuple[int
         return (config.epi_tile_n,)
     short_k = problem_type.promoted and problem_type.grouped == "k" and config.tile_m != 192
     cooperative = config.warp_schedule == "cooperative"
-    converted = converts(problem_type.a_dtype, problem_type.b_dtype)
-    wide = short_k or loads and cooperative and not converted
+    wide = short_k or loads and cooperative and not problem_type.b_in_registers
     return (64, 32, 16) if wide else (32, 16)
 
 
 def _enough_stages(spec: GemmSpec) -> int:
-    return MAX_STAGES_IN_TURNS if spec.k_in_turns and spec.converts_b else ENOUGH_STAGES
+    return MAX_STAGES_IN_TURNS if spec.k_in_turns and spec.b_in_registers else ENOUGH_STAGES
 
 
 def _filled(fewest: GemmSpec) -> GemmSpec:
@@ -240,7 +240,7 @@ def _filled(fewest: GemmSpec) -> GemmSpec:
         least = deeper if s.promoted else deeper.varied(num_stages=ENOUGH_STAGES)
         s = deeper if least.smem_bytes <= SMEM_LIMIT else s
     free = SMEM_LIMIT - s.smem_bytes
-    most = MAX_STAGES_IN_TURNS if s.k_in_turns and s.converts_b else MAX_STAGES
+    most = MAX_STAGES_IN_TURNS if s.k_in_turns and s.b_in_registers else MAX_STAGES
     step = 2 if s.k_in_turns else 1
     more = min(most - s.num_stages, free // s.stage_bytes) // step * step
     stages = s.num_stages + more

@@ -140,7 +140,7 @@ _EITHER_ORDER = (
     Config(192, 192, cluster_n=2),
     Config(256, 144, cluster_n=2),
 )
-HALVES_CONFIGS = (  # for operands of 16 bits, of which these have been measured
+MORE_CONFIGS = (  # for operands of 16 bits and in TF32, of which these have been measured
     Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     *(
         Config(64, n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True)

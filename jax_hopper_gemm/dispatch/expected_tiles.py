@@ -99,7 +99,7 @@ def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
         return 0.0, 1.0
     tiles, blocks = each(expected_pieces, mean, spec.tile_m), expected_pieces(mean, 64)
     blocks_of_tile = spec.tile_m // 64
-    if spec.converts_b:  # warpgroups share columns, and multiply all rows of a tile
+    if spec.b_in_registers:  # warpgroups share columns, and multiply all rows of a tile
         return 1 / tiles, 1.0
     return 1 / tiles, (blocks - (tiles - 1) * blocks_of_tile) / blocks_of_tile
 

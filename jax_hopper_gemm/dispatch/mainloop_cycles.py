@@ -71,6 +71,9 @@ BEGIN_CYCLES, SCALING_CYCLES = 80.0, 30.0
 SCALING_IN_TURNS = 0.5
 
 
+WIDE_EXPONENT = 8.0  # where B is float32: of the tensor cores' time and shared memory's
+
+
 def bounded_by(a: float, b: float, exponent: float) -> float:
     """Returns how long it takes what two limits bound, by the times that either alone would take.
 
@@ -89,7 +92,7 @@ def math_cycles(spec: GemmSpec) -> float:
     An instruction multiplies 64 rows of A by N columns of B, 32 bytes of K each, for N / 2 cycles,
     bounded by its reads of shared memory, at 128 bytes a cycle. A gated product takes two.
     """
-    if spec.converts_b:
+    if spec.b_in_registers:
         return _converting_cycles(spec)
     columns = spec.d_tile_n
     read = (64 + columns) * MMA_BYTES / 128
@@ -139,6 +142,10 @@ def _converting_cycles(spec: GemmSpec) -> float:
     instructions = s.tile_n / 64 * s.tile_k / s.mma_k
     read = s.tile_m * MMA_BYTES / 128
     multiplied = instructions * most(most(s.tile_m / 2, read), LEAST_MMA_CYCLES)
+    if s.rounds_operands:  # TMA writes A and B, warps read B, and each instruction A's rows
+        loaded = s.tile_n * s.tile_k * s.b_itemsize
+        moved = s.stage_bytes + loaded + instructions * s.tile_m * MMA_BYTES
+        return bounded_by(multiplied, moved / 128, WIDE_EXPONENT)
     of_element = CONVERSION_INSTRUCTIONS
     if DTYPES[s.b_dtype].bits == 4:
         blocks = s.converted_columns // s.graph.accumulators // 64
@@ -184,7 +191,7 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     late_b = where(s.cluster_n > 1, columns / (rows + columns), 0.0)
     arriving = bounded_by(taken, requested, LOAD_EXPONENT)
     arriving *= 1 + CLUSTER_WAIT * (late_a + late_b)
-    in_turns = RING_CYCLES_IN_TURNS if s.converts_b else TURN_RING_CYCLES
+    in_turns = RING_CYCLES_IN_TURNS if s.b_in_registers else TURN_RING_CYCLES
     ring = where(s.k_in_turns, in_turns, RING_CYCLES) / s.num_stages
     return most(most(arriving, _gather_cycles(s)), ring)
 

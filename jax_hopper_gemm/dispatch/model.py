@@ -31,6 +31,7 @@ from .xla import LINE, Fit, features, fit_for
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
 # those along K a box holds no more than there are (`GemmSpec.short_boxes`).
 THIN = 16
+THIN_IN_TF32 = 8  # the same of products in TF32
 # Of expected costs of kernels that share all tiles: these err by 5 % (rms). With it the kernel of
 # least cost was within 2 % of the fastest of `benchmarks/split_k.py`, on each of 17 products.
 SPLIT_K_DOUBT = 1.07
@@ -160,7 +161,7 @@ def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
     fit = fit_for(with_whole_rows(without_epilogue(problem)), device)
-    for rule in (lags,) if fit else RULES:
+    for rule in (lags,) if fit else TF32_RULES if in_tf32(problem) else RULES:
         if reason := rule(problem, cost, device):
             return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
     return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
@@ -314,13 +315,53 @@ def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | 
             "an operand's lines are no multiples of 16 bytes, and of such products only plain ones "
             "of two matrices of 16 bits have been measured"
         )
-    in_tf32 = DTYPES[p.a_dtype].rounding_map and not (p.bf16_terms or p.simt)
-    if in_tf32 and (p.groups or p.epilogue or p.l > 1 or p.d_dtype != "float32"):
-        return "in TF32, plain products of two matrices have been measured, into float32"
     return None
 
 
+def slower_in_tf32(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Products in TF32 of few rows or columns, or that XLA's kernels read faster as they lie."""
+    return slower_than_in_tf32(problem, best.ns, device)
+
+
+def slower_than_in_tf32(problem: GemmProblem, ns: float, device: Device) -> str | None:
+    """Returns why XLA should run a product in TF32, with its epilogue, that else takes `ns`."""
+    p = problem
+    if p.groups or p.l > 1:
+        return "in TF32, products of two matrices have been measured"
+    if min(p.m, p.n) <= THIN_IN_TF32:
+        return f"D is {p.m}x{p.n}, in TF32, and XLA has kernels without tensor cores"
+    if ns <= (xla_ns := two_steps_ns(p, device)):
+        return None
+    return f"ours is expected to take {ns / 1e3:.1f} us in TF32, XLA's product {xla_ns / 1e3:.1f}"
+
+
 RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
+TF32_RULES: tuple[XlaRule, ...] = (slower_in_tf32,)
+
+
+def in_tf32(problem: GemmProblem) -> bool:
+    """Whether float32 operands are multiplied in TF32."""
+    p = problem
+    return DTYPES[p.a_dtype].rounding_map > 0 and not (p.bf16_terms or p.simt)
+
+
+def _tf32_ns(problem: GemmProblem, device: Device) -> float:
+    """Returns a time that XLA took at least for a plain product in TF32; our best kernel's else.
+
+    Measured on an H200: 99 products by three layouts, their times beside those expected of our best
+    kernel for operands along K.
+    """
+    p = replace(problem, a=MatrixLayout("k", problem.k), b=MatrixLayout("k", problem.k))
+    best, _ = best_kernel(p, device)
+    if best is None:
+        return math.inf
+    side, ns = min(p.m, p.n), best.cost.ns
+    across = (problem.a.major != "k") + (problem.b.major != "k")
+    if across == 1:
+        ns *= 1.17 if side >= 128 and p.k >= 256 and ns < 50e3 else 0.97
+    elif across == 2 and side >= 128:
+        ns *= 1.49 if side >= 512 and p.k >= 256 else 1.13
+    return ns
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
@@ -329,22 +370,29 @@ def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -
     XLA's product is taken to be as fast as our plain one where there is no fit, its epilogue to
     move each byte once, with a kernel more for each reduction.
     """
-    p = problem
-    plain = without_epilogue(p)
-    best, _ = best_kernel(plain, device)
-    if best is None:
-        return None
-    xla = xla_time(plain, device)
-    product_ns = xla.ns if xla else best.cost.ns
-    elements = p.l * p.m * p.n
-    moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
-    statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
-    kernels = 1 + statistics + len(p.graph.reductions)
-    two_steps = product_ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
-    ns = cost.ns + copying_ns(p)
+    two_steps, ns = two_steps_ns(problem, device), cost.ns + copying_ns(problem)
     if ns <= two_steps:
         return None
     return (
         f"with the epilogue our best kernel is expected to take {ns / 1e3:.1f} us, XLA's "
         f"product and a pass over its result {two_steps / 1e3:.1f} us"
     )
+
+
+def two_steps_ns(problem: GemmProblem, device: Device) -> float:
+    """Returns the expected time of XLA's product and its epilogue; infinite if not known."""
+    p = problem
+    plain = without_epilogue(p)
+    if in_tf32(p):
+        product_ns = _tf32_ns(plain, device)
+    else:
+        best, _ = best_kernel(plain, device)
+        xla = xla_time(plain, device)
+        product_ns = xla.ns if xla else best.cost.ns if best else math.inf
+    if p.epilogue is None:
+        return product_ns
+    elements = p.l * p.m * p.n
+    moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
+    statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
+    kernels = 1 + statistics + len(p.graph.reductions)
+    return product_ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS

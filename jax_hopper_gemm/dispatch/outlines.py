@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..gemm.conversion import BLOCK
-from ..gemm.dtypes import converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.problem import GemmProblem, plain_graph
 from ..gemm.problem_type import ProblemType
@@ -100,7 +99,7 @@ def _alike(
 def _outline(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     """Returns a kernel whose operands have all of shared memory, and whose epilogue never waits."""
     graph = problem_type.epilogue
-    least = BLOCK if converts(problem_type.a_dtype, problem_type.b_dtype) else 16
+    least = BLOCK if problem_type.b_in_registers else 16
     if graph and config.tile_n % (least * graph.accumulators):  # no box is so narrow
         return None
     bare = with_rings(config, problem_type, num_stages=0, epi_tile_n=WIDE_EPI_TILE, epi_stages=0)

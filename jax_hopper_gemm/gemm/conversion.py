@@ -64,8 +64,15 @@ class Held:
         """Returns a thread's h-th column of a span's block, counted from the span's first."""
         if self.along_k:
             return BLOCK * block + 16 * position.warp + position.quad + 8 * h
+        if self.bits == 32:
+            pair = 2 * (position.quad & 1) + h
+            return 32 * (position.quad >> 2) + 8 * (position.quad & 2) + 4 * position.warp + pair
         columns = (16 // self.bits) * position.quad + self._shift(position, block, h) // self.bits
         return self.slab(position) + columns
+
+    def chunk(self, position: Position, writers: int) -> Any:
+        """Returns which 32 columns of a span a thread's are among, where so many warps have them."""
+        return position.quad >> 2 if self.bits == 32 else position.warp // writers
 
     def slab(self, position: Position) -> Any:
         """Returns the first of the columns whose bits one lane of ldmatrix names: 16 bytes.
@@ -91,6 +98,8 @@ class Held:
 
         They begin at `place`. `word` is what the thread loaded; other bits may hold anything.
         """
+        if self.bits == 32:  # one number a register
+            return word
         if self.along_k:
             return word | (word << (16 - self.bits))
         return word >> (self._shift(position, block, h) - self.place(h))

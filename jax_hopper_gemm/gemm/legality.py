@@ -11,6 +11,7 @@ from typing import get_args
 
 from . import simt
 from .bf16_parts import BLOCK_N, RUN_K, TILE_K
+from .conversion import BLOCK
 from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
@@ -37,6 +38,7 @@ PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
 CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it
+WIDE_SETS = 16  # the same of a block of 64 columns of float32, as wgmma reads it
 # Of those that sums of a piece are promoted from: they are free where an epilogue runs. Where a
 # tile is one piece, or rows are in groups, ptxas spills.
 FREED_REGISTERS = 32
@@ -68,11 +70,18 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= PARTS_REGISTERS
     if spec.b_block == 1 and (spec.epilogue or spec.sum_dtype == "int32"):
         left -= COLUMN_SCALE_REGISTERS[spec.sum_dtype]
-    if spec.converts_b:
-        left -= CONVERSION_REGISTERS
+    if spec.b_in_registers:
+        left -= _registers_of_b(spec)
     if spec.epilogue:
         left -= _taken_registers(spec, epilogue_registers(spec.epilogue, spec.epi_tile_n))
     return min(MAX_ACC_REGISTERS[warpgroups], left)
+
+
+def _registers_of_b(spec: GemmSpec) -> int:
+    """Returns how many registers of a math thread hold B, where wgmma takes it from there."""
+    if not spec.rounds_operands:
+        return CONVERSION_REGISTERS
+    return spec.converted_columns // BLOCK * (WIDE_SETS + BLOCK * spec.tile_k // 128)
 
 
 def _taken_registers(spec: GemmSpec, needed: int) -> int:
@@ -112,10 +121,10 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"warp schedule {s.warp_schedule!r} is not {one_of(get_args(WarpSchedule))}"
     if s.tile_scheduler not in get_args(TileScheduler):
         yield f"tile scheduler {s.tile_scheduler!r} is not {one_of(get_args(TileScheduler))}"
-    tiles_m = CONVERTED_TILES_M if s.converts_b else TILES_M
+    tiles_m = CONVERTED_TILES_M if s.b_in_registers else TILES_M
     if s.tile_m not in tiles_m:
         yield f"tile_m {s.tile_m} is not {one_of(tuple(map(str, tiles_m)))}"
-    if s.converts_b:
+    if s.b_in_registers:
         yield from _converted_tile_violations(s)
     if s.k_in_turns:
         yield from _in_turns_violations(s)
@@ -123,14 +132,15 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} is not a multiple of 16 between 16 and {MAX_TILE_N}"
     if s.a_dtype in OPERANDS:
         row = SWIZZLE_BYTES // s.a_itemsize
-        tiles_k = (row, 2 * row, 4 * row) if s.converts_b else (row, 2 * row)
+        tiles_k = (row, 2 * row, 4 * row) if s.b_in_registers else (row, 2 * row)
         if s.tile_k not in tiles_k:
             yield f"tile_k {s.tile_k} is not {one_of(tuple(map(str, tiles_k)))}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
         elif s.grouped == "k" and not s.spans_k and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k}, but groups of K are multiples of {PROMOTION_K}"
-        if s.rounds_operands and s.d_tile_n > 16 and s.d_tile_n % 32:  # nvidia-cutlass-dsl aborts
+        shared = s.rounds_operands and not s.b_in_registers
+        if shared and s.d_tile_n > 16 and s.d_tile_n % 32:  # nvidia-cutlass-dsl aborts
             yield f"{s.d_tile_n} columns of {s.a_dtype} as it is are not 16 or a multiple of 32"
     if s.bf16_terms:
         yield from _parts_violations(s)
@@ -196,7 +206,7 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
 
 def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
-    if s.converts_b and s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
+    if s.b_in_registers and s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
         yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
     # NOTE: of an odd number, a warpgroup would meet a stage every other time that it is filled. A
     # barrier tells fills apart by one bit: while the other's is on its way, the last but one of a
@@ -207,7 +217,7 @@ def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
             f"num_stages {s.num_stages} is no even number from {IN_TURNS_STAGES}, and warpgroups "
             "take turns at them"
         )
-    if s.converts_b and s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
+    if s.b_in_registers and s.graph.accumulators > 1 and s.tile_k > MAX_GATED_IN_TURNS_K:
         yield f"tile_k {s.tile_k}: numbers of two B's along more than {MAX_GATED_IN_TURNS_K} spill"
     if s.graph.accumulators > 1 and s.k_group:
         yield "warpgroups that take turns at k-tiles know no scales along K of two B's"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal
 
+from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph
 from .problem import GemmProblem, Major, VarlenAxis
 
@@ -63,6 +64,22 @@ class ProblemType:
     def of_spec(cls, spec: ProblemType) -> ProblemType:
         """Returns the type of the problems that a kernel, a `GemmSpec`, runs."""
         return ProblemType(**{f.name: getattr(spec, f.name) for f in fields(ProblemType)})
+
+    @property
+    def rounds_operands(self) -> bool:
+        """Whether the tensor cores read fewer digits than operands have: TMA rounds to these."""
+        row = DTYPES.get(self.a_dtype)
+        return bool(row and row.rounding_map and not (self.bf16_terms or self.simt_width))
+
+    @property
+    def b_in_registers(self) -> bool:
+        """Whether the tensor cores take B from registers.
+
+        There it becomes A's dtype, where it has fewer bits. Float32 in TF32, which they read in
+        shared memory along K alone, may lie across it.
+        """
+        across = self.rounds_operands and self.b_major == "n"
+        return across or converts(self.a_dtype, self.b_dtype)
 
     @property
     def plain(self) -> ProblemType:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from . import simt, smem
 from .bf16_parts import accumulator_sets
 from .conversion import BLOCK
-from .dtypes import DTYPES, converts
+from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
 from .problem import plain_graph
@@ -119,14 +119,8 @@ class GemmSpec(ProblemType):
         return self.tile_m // share
 
     @cached_property
-    def converts_b(self) -> bool:
-        """Whether B has fewer bits than A: it passes through registers, and becomes A's dtype."""
-        return converts(self.a_dtype, self.b_dtype)
-
-    @property
-    def rounds_operands(self) -> bool:
-        """Whether the tensor cores read fewer digits than operands have: TMA rounds to these."""
-        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt_width)
+    def b_in_registers(self) -> bool:
+        return super().b_in_registers
 
     @property
     def reads_parts(self) -> bool:
@@ -141,7 +135,7 @@ class GemmSpec(ProblemType):
     @property
     def warpgroups_n(self) -> int:
         """Math warpgroups that share the columns of a tile; others share its rows, or tiles."""
-        return 2 if self.converts_b or self.k_in_turns else 1
+        return 2 if self.b_in_registers or self.k_in_turns else 1
 
     @property
     def d_tile_m(self) -> int:
@@ -160,7 +154,7 @@ class GemmSpec(ProblemType):
         They do where a tile has not enough for two: no more columns of each B than one wgmma of
         those that convert B; 64 rows, where sums are promoted. Each then stores half the columns.
         """
-        if self.converts_b:
+        if self.b_in_registers:
             return self.tile_n == BLOCK * self.graph.accumulators
         alone = self.tile_m == EPI_TILE_M and self.warp_schedule == "cooperative"
         return self.promoted and alone and not (self.grouped or self.graph.needs_extents)
@@ -173,7 +167,7 @@ class GemmSpec(ProblemType):
     @property
     def sum_registers(self) -> int:
         """Those in which a math thread has summed its part of a tile, see `finish`."""
-        if self.converts_b:
+        if self.b_in_registers:
             return self.tile_m * self.converted_columns // 128
         return self.tile_registers
 

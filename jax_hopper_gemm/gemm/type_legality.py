@@ -45,9 +45,9 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     # What passes through registers on its way to the tensor cores may have any layout.
     any_major = bool(t.bf16_terms or t.simt_width)
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major, any_major)
-    any_major |= converts(t.a_dtype, t.b_dtype)
+    any_major |= t.b_in_registers
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major, any_major)
-    yield from _conversion_violations(t)
+    yield from _register_violations(t)
     if t.epilogue:
         yield from _epilogue_violations(t, t.epilogue)
     if t.grouped not in (None, "m", "k"):
@@ -158,26 +158,27 @@ def _terms_violations(t: ProblemType) -> Iterator[str]:
         yield "sums of bfloat16 parts are promoted already, and blocks of float32 have no scales"
 
 
-def _conversion_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel converts B to A's dtype."""
-    if not converts(t.a_dtype, t.b_dtype):
-        if t.k_group:
-            yield f"groups along K of {t.b_dtype} have scales beside {t.a_dtype}: multiply by them"
+def _register_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel takes B from registers, or has scales of groups along K for it."""
+    if t.k_group and not converts(t.a_dtype, t.b_dtype):
+        yield f"groups along K of {t.b_dtype} have scales beside {t.a_dtype}: multiply by them"
+        return
+    if not t.b_in_registers:
         return
     if t.k_group and t.k_group not in K_GROUPS:
         groups = one_of(tuple(map(str, K_GROUPS)))
         yield f"scales of {t.k_group} elements of K, not {groups}: multiply by them"
     if t.k_group and t.nested:
         yield "groups along K have scales, and the product has a nested batch: copy it"
-    if t.grouped == "k":
+    if t.grouped == "k" and t.a_dtype != t.b_dtype:
         yield f"B is {t.b_dtype}, and K is cut into groups: cast it to {t.a_dtype}"
     if t.gathered == "b" or (t.indexed == "b" and t.k_group):
         yield f"B is {t.b_dtype}, one of an array's rows or matrices: copy it"
     for kind in dict.fromkeys(r.kind for r in t.epilogue.results) if t.epilogue else ():
         if kind != "matrix":
-            yield f"a {kind} of a product whose B is converted: leave it to XLA"
+            yield f"a {kind} of a product whose B is in registers: leave it to XLA"
     if t.epilogue and t.epilogue.row_nodes:
-        yield "statistics of rows of a product whose B is converted: leave them to XLA"
+        yield "statistics of rows of a product whose B is in registers: leave them to XLA"
 
 
 def _transposed_violations(t: ProblemType) -> Iterator[str]:

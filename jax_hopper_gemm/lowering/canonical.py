@@ -185,6 +185,12 @@ def reads_any_major(request: Request) -> bool:
     return _bf16_terms(request) > 0 or is_simt(request)
 
 
+def rounds_operands(request: Request) -> bool:
+    """Whether kernels read fewer digits than operands have: float32 in TF32."""
+    row = DTYPES.get(request.lhs_dtype)
+    return bool(row and row.rounding_map) and not reads_any_major(request)
+
+
 def is_simt(request: Request) -> bool:
     """Whether the products of float32 numbers are to be summed in IEEE float32."""
     if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):

@@ -5,23 +5,26 @@ Lowering asks here and emits the answer; `explain` asks here and prints it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..dispatch import Device, fma_ns, pass_ns, widening_ns
+from ..dispatch import Device, fma_ns, pass_ns, slower_than_in_tf32, widening_ns
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
 from ..gemm.simt import VECTOR
-from .canonical import is_simt, reads_any_major
+from .canonical import is_simt, reads_any_major, rounds_operands
 from .origins import Origin
 from .request import Request
 from .route import Route, read_for, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
+# Operands, left and right, that XLA copies to lie along K: all, if a kernel reads no other one.
+ALONG_K = (0,), (1,), (0, 1)
 ACROSS_GAIN = 0.04  # measured: of SGEMM's time, where an operand does not lie along K
 
 
@@ -78,13 +81,17 @@ def _decided(
     if request.panels and (reason := _read_in_place(request, origins)):
         return Decision(Form(request), Route("xla", reason, "model"), reason)
     forms = forms_of(request, origins)
+    if rounds_operands(request):
+        forms = _quickest_first(forms, origins, device)
     routes: list[Route] = []
     for form in forms:
-        found = route(form.request, device, kernel_only=kernel_only)
+        # XLA may take longer for the product as it is than for that of a form's transposes.
+        transposing_ns = _transposing_ns(form, origins) if rounds_operands(request) else 0.0
+        anyway = kernel_only or transposing_ns > 0
+        found = route(form.request, device, kernel_only=anyway)
         slower = _slower_than_written(form, found, forms, device) if form.widened else None
-        if not kernel_only and _transposes_for_tf32(form, found, origins):
-            against = "a transpose would take longer than a kernel gains"
-            slower = ": ".join((against, *(x.reason for x in routes[:1])))
+        if transposing_ns and not kernel_only:
+            slower = _slower_than_xla(request, found, transposing_ns, device)
         if slower:
             found = Route("xla", slower, "model", found.gemm)
         routes.append(found)
@@ -132,7 +139,8 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
     ordered = _ordered(through, origins)
     asked = [ordered, through] if in_place == through else [in_place, ordered, through]
     joined = _joined(ordered or Form(request))
-    for form in (*asked, Form(request), _along_k(request), joined):
+    along = (_along_k(request, operands) for operands in ALONG_K)
+    for form in (*asked, Form(request), *along, joined):
         if form is not None and form not in forms:
             forms.append(form)
     return forms
@@ -169,14 +177,37 @@ def _slower_than_written(
     )
 
 
-def _transposes_for_tf32(form: Form, found: Route, origins: Sequence[Origin]) -> bool:
-    """Whether a kernel in TF32 reads a transpose, which XLA would fold into its own product.
+def _quickest_first(forms: Sequence[Form], origins: Sequence[Origin], device: Device) -> list[Form]:
+    """Returns forms in the order of what a kernel and the transposes that it reads should take."""
 
-    Measured on an H200: XLA takes 2 % longer than the kernel; a transpose would be 9 %.
-    """
-    if found.spec is None or not found.spec.rounds_operands:
-        return False
-    return bool(form.copied) or not all(_visible(form, origins, i) for i in range(len(origins)))
+    def expected_ns(form: Form) -> float:
+        found = route(form.request, device, kernel_only=True)
+        if found.path != "hopper":
+            return math.inf
+        return found.expected_ns(device) + _transposing_ns(form, origins)
+
+    return sorted(forms, key=expected_ns)
+
+
+def _slower_than_xla(
+    request: Request, found: Route, transposing_ns: float, device: Device
+) -> str | None:
+    """Returns why a kernel in TF32 should not read transposes, but XLA run the product as it is."""
+    as_it_is, device = route(request, device).gemm, device.limited_to(request.options.max_sms)
+    if found.path != "hopper" or as_it_is is None:
+        return None
+    ns = found.expected_ns(device) + transposing_ns
+    return slower_than_in_tf32(as_it_is.problem, ns, device)
+
+
+def _transposing_ns(form: Form, origins: Sequence[Origin]) -> float:
+    """Returns the expected time in which XLA makes the transposes that a kernel reads."""
+    request = form.request
+    hidden = {i for i in range(len(origins)) if not _visible(form, origins, i)}
+    written = hidden | {operand for operand, _ in form.copied}
+    shapes = [request.lhs_shape, *[request.rhs_shape] * (len(origins) - 1)]
+    itemsize = DTYPES[request.lhs_dtype].itemsize
+    return sum(pass_ns(2 * itemsize * prod(shapes[i])) for i in written)
 
 
 def _written_first(form: Form, taken: Form) -> str:
@@ -251,11 +282,11 @@ def _narrow(form: Form, origins: Sequence[Origin]) -> Form | None:
 
 def copied_along_k(request: Request) -> Request:
     """Returns what is asked of a kernel where XLA copies operands to lie along K, if it must."""
-    form = _along_k(request)
+    form = _along_k(request, ALONG_K[-1])
     return form.request if form else request
 
 
-def _along_k(request: Request) -> Form | None:
+def _along_k(request: Request, operands: Sequence[int]) -> Form | None:
     """Returns the same product of copies that lie along K, where tensor cores read no others.
 
     XLA's own products do the same. None where nothing would change.
@@ -267,14 +298,15 @@ def _along_k(request: Request) -> Form | None:
         return None
     subscripts, contracted = request.subscripts, request.subscripts.contracted
     copied: list[tuple[int, tuple[int, ...]]] = []
-    for i, labels in enumerate((subscripts.lhs, subscripts.rhs)):
+    for i in operands:
+        labels = subscripts.rhs if i else subscripts.lhs
         if labels[-1:] in contracted or (request.gathered and "ab"[i] == request.gathered):
             continue
         along_k = "".join(x for x in labels if x not in contracted) + contracted
         permutation = tuple(map(labels.index, along_k))
         request = request.permuted(i, permutation)
-        operands = range(1, 1 + request.num_b) if i else (0,)
-        copied += [(operand, permutation) for operand in operands]
+        numbers = range(1, 1 + request.num_b) if i else (0,)
+        copied += [(number, permutation) for number in numbers]
     return Form(request, copied=tuple(copied)) if copied else None
 
 

@@ -76,7 +76,7 @@ class Trial:
             return 1, 1
         if any(result.kind != "matrix" for result in spec.graph.results):
             return 3, 3  # sums of many elements, too, are exact
-        if spec.converts_b:
+        if spec.b_in_registers:
             return 3, 7
         if not spec.bf16_terms:
             return 3, 3
@@ -204,7 +204,7 @@ def _kind(spec: GemmSpec) -> str:
 
 
 def _arithmetic(spec: GemmSpec) -> list[str]:
-    if spec.converts_b:
+    if spec.a_dtype != spec.b_dtype and spec.b_in_registers:
         return [f"weights of {'4' if spec.b_dtype == 'int4' else '8'} bits"]
     if ITEMSIZE[spec.a_dtype] == 1:
         return ["8 bits", *["block scales"] * bool(spec.a_block)]

@@ -75,7 +75,8 @@ def test_what_users_call_is_within_the_bound(name, checked):
     arguments = program.arguments()
     results = jax.tree.leaves(jax.jit(program.function)(*arguments))
     wide = [x.astype(np.float64) for x in arguments]
-    relative = tolerance.accumulation_error(program.depth, bounds.SUMMATIONS[program.terms])
+    summation = bounds.SUMMATIONS[program.terms]
+    relative = tolerance.accumulation_error(program.depth, summation, "float32")
     exact = jax.tree.leaves(program.exact(*wide))
     magnitudes = jax.tree.leaves(program.exact(*map(np.abs, wide)))
     for result, right, magnitude in zip(results, exact, magnitudes, strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing.tolerance import Summation, Worst, error_bound, farthest
 
-SUMMATIONS: dict[int, Summation] = {3: "bf16x3", 6: "bf16x6", 9: "bf16x9"}
+SUMMATIONS: dict[int, Summation] = {0: "wgmma", 3: "bf16x3", 6: "bf16x6", 9: "bf16x9"}
 
 
 def summation_of(problem: GemmProblem) -> Summation:

@@ -162,6 +162,15 @@ _OF_TF32 = {
     "ab_dtype": ("float32",), "a_major": ("k",), "b_major": ("k",), "tile_k": (32, 64),
     "tile_n": (16, 32, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2,),
 }  # fmt: skip
+# Those where B lies across K, and passes through registers.
+_ACROSS = {
+    "ab_dtype": ("float32",), "a_major": ("k",), "b_major": ("n",), "epi_stages": (2,),
+    "tile_m": (16, 32, 64, 128, 256), "tile_n": (128, 256), "tile_k": (32, 64, 128),
+    "warp_schedule": ("cooperative",), "num_stages": (2, 3, 4),
+}  # fmt: skip
+_ACROSS_IN_TURNS = {
+    **_ACROSS, "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128), "num_stages": (4,),
+}  # fmt: skip
 TF32_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_TF32},
     {
@@ -170,6 +179,10 @@ TF32_CHOICES: tuple[dict[str, tuple], ...] = (
         "epilogue": ("bias_gelu_saved", "residual", "everything", "gated_silu", "row_sum"),
     },
     {**CHOICES, **_OF_ROWS, **_OF_TF32, "gathered": (None,)},
+    {**CHOICES, **_ACROSS},
+    {**EPILOGUE_CHOICES, **_ACROSS, "epilogue": ("bias_gelu_saved", "residual", "gated_silu")},
+    {**CHOICES, **_OF_ROWS, **_ACROSS, "gathered": (None,)},
+    {**CHOICES, **_ACROSS_IN_TURNS},
 )
 
 # The same where B is converted on its way to the tensor cores.

@@ -20,8 +20,8 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 M, N, K, BATCH, GROUPS = 520, 336, 400, 3, 4
-# The largest error in norm, relative to the product, of normal random numbers, by terms.
-NORMS = {3: 6e-6, 6: 3e-7, 9: 3e-7}
+# The largest error in norm, relative to the product, of normal random numbers, by terms; 0: TF32.
+NORMS = {0: 5e-4, 3: 6e-6, 6: 3e-7, 9: 3e-7}
 LONG_K = 8192
 
 
@@ -73,9 +73,17 @@ def _gradients(terms: int, a: Any, b: Any, cotangent: Any) -> Any:
     return pullback(cotangent)
 
 
+def _in_tf32(subscripts: str, a: Any, b: Any) -> Any:
+    return jhg.einsum(subscripts, a, b, implementation="hopper")
+
+
+def _layer_in_tf32(a: Any, b: Any, bias: Any) -> Any:
+    return jhg.matmul(a, b, bias=bias, activation="relu", implementation="hopper")
+
+
 def _ragged(terms: int, x: Any, w: Any) -> Any:
-    sizes = jnp.array(SIZES, jnp.int32)
-    return jhg.ragged_dot(x, w, sizes, precision=preset(terms), implementation="hopper")
+    sizes, precision = jnp.array(SIZES, jnp.int32), preset(terms) if terms else None
+    return jhg.ragged_dot(x, w, sizes, precision=precision, implementation="hopper")
 
 
 SIZES = (200, 0, 300, 20)
@@ -88,6 +96,7 @@ def _ragged_exact(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 AB = (M, K), (K, N)
+EXTENTS = {"m": M, "n": N, "k": K}
 CUT_K = 2501
 CUT_AB = (2040, CUT_K), (CUT_K, 2056)
 PROGRAMS: dict[str, Program] = {
@@ -111,6 +120,16 @@ PROGRAMS: dict[str, Program] = {
         ((2048, 2304), (2304, 2200), (2048, 2200)), 3, depth=2200,
     ),
     "ragged": Program(partial(_ragged, 6), _ragged_exact, ((M, K), (GROUPS, K, N)), 6),
+    **{f"in TF32, {subscripts}": Program(
+        partial(_in_tf32, subscripts), partial(np.einsum, subscripts),
+        tuple(tuple(EXTENTS[x] for x in letters) for letters in subscripts[:-4].split(",")), 0)
+       for subscripts in ("mk,kn->mn", "mk,nk->mn", "km,kn->mn", "km,nk->mn")},
+    "in TF32, an epilogue": Program(
+        _layer_in_tf32, lambda a, b, bias: np.maximum(a @ b + bias, 0), (*AB, (N,)), 0
+    ),
+    "in TF32, groups": Program(
+        partial(_ragged, 0), _ragged_exact, ((M, K), (GROUPS, K, N)), 0
+    ),
 }  # fmt: skip
 
 

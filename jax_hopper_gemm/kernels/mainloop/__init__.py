@@ -63,7 +63,7 @@ def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     if spec.bf16_terms:
         kind = StoredPartsConsumer if spec.reads_parts else PartsConsumer
-    elif spec.converts_b:
+    elif spec.b_in_registers:
         kind = RegisterInTurnsConsumer if spec.k_in_turns else RegisterConsumer
     elif spec.a_block:
         kind = ScaledInTurnsConsumer if spec.k_in_turns else ScaledConsumer

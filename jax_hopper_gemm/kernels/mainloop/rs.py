@@ -25,11 +25,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, TFloat32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from ...gemm.conversion import BLOCK, LDMATRIX_K, MMA_K, Held
+from ...gemm.conversion import BLOCK, Held
 from ...gemm.dtypes import DTYPES
 from ...gemm.smem import EPI_TILE_M, EXCHANGE_COLUMNS, EXCHANGE_PITCH
 from ...gemm.wgmma_fragment import (
@@ -43,12 +42,13 @@ from ...gemm.wgmma_fragment import (
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP, BarrierId
 from .ring import either
-from .rs_loads import LoadsAlongK, LoadsAlongN, Raw
+from .rs_loads import LoadsAlongK, LoadsAlongN, LoadsOfFloat32, Raw
 from .ss import SharedConsumer
+from .tf32 import make_tiled_mma
 from .widening import make_conversion
 
-SETS = 2  # of registers for `LDMATRIX_K` of B: one is multiplied, one is filled
-WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
+SETS = 2  # of registers for what is loaded of B together: one is multiplied, one is filled
+WAIT_AT = 2  # groups of wgmmas of a stage that are issued before the next one is waited for
 
 
 def even(offset):
@@ -83,23 +83,21 @@ class RegisterConsumer(SharedConsumer):
         of_each = self.blocks // spec.graph.accumulators
         self.held = Held.of(DTYPES[spec.b_dtype].bits, of_each, along_k=along_k)
         self.spans = range(self.blocks // self.held.joined)
-        self.loads = (LoadsAlongK if along_k else LoadsAlongN)(spec, self.held)
+        kind = LoadsAlongK if along_k else LoadsAlongN
+        self.loads = (LoadsOfFloat32 if spec.rounds_operands else kind)(spec, self.held)
         self.conversion = make_conversion(spec.b_dtype, spec.a_dtype)
 
     def make_tiled_mma(self, warpgroups):
         """Returns the MMA that would have left the accumulators as they are turned."""
         mode, dtype = cute.nvgpu.OperandMajorMode.K, CUTE_DTYPE[self.spec.a_dtype]
-        tiler = 64, self.spec.columns_per_warpgroup
-        return sm90.make_trivial_tiled_mma(
-            dtype, dtype, mode, mode, Float32, (warpgroups, 1, 1), tiler_mn=tiler
-        )
+        columns = self.spec.columns_per_warpgroup
+        return make_tiled_mma(dtype, dtype, mode, mode, Float32, warpgroups, columns)
 
     def make_swapped_mma(self):
         s, mode, dtype = self.spec, cute.nvgpu.OperandMajorMode, CUTE_DTYPE[self.spec.a_dtype]
-        return sm90.make_trivial_tiled_mma(
-            dtype, dtype, mode.K, mode.K if s.a_major == "k" else mode.MN, Float32, (1, 1, 1),
-            tiler_mn=(64, s.tile_m), a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        a_mode = mode.K if s.a_major == "k" else mode.MN
+        in_registers = warpgroup.OperandSource.RMEM
+        return make_tiled_mma(dtype, dtype, mode.K, a_mode, Float32, 1, s.tile_m, in_registers)
 
     def partition_for_math(self, stages, warpgroup_index, args):
         s = self.spec
@@ -212,20 +210,21 @@ class RegisterConsumer(SharedConsumer):
 
     def make_fragments(self):
         """Returns sets of registers for B as wgmma reads it, each 16 of a set's K."""
-        mma = self.make_swapped_mma()
-        shape = mma.get_slice(0).partition_shape_A((self.spec.converted_columns, MMA_K))
-        make = partial(cute.make_rmem_tensor, shape, CUTE_DTYPE[self.spec.a_dtype])
-        return [[make() for _ in range(LDMATRIX_K // MMA_K)] for _ in range(SETS)]
+        s, mma = self.spec, self.make_swapped_mma()
+        shape = mma.get_slice(0).partition_shape_A((s.converted_columns, s.mma_k))
+        dtype = TFloat32 if s.rounds_operands else CUTE_DTYPE[s.a_dtype]
+        make = partial(cute.make_rmem_tensor, shape, dtype)
+        return [[make() for _ in range(self.loads.k // s.mma_k)] for _ in range(SETS)]
 
     def make_words(self):
         """Returns registers for B's numbers in a stage, as they are loaded."""
-        count = len(self.spans) * (self.spec.tile_k // LDMATRIX_K) * self.loads.words
+        count = len(self.spans) * (self.spec.tile_k // self.loads.k) * self.loads.words
         return cute.make_rmem_tensor((count,), Uint32)
 
     def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
         """Multiplies a stage whose words are there, and loads those of the following one.
 
-        The first `LDMATRIX_K` of K have been converted before; here those of the following stage
+        Those that are loaded together first have been converted before; here those of the following stage
         are, which is waited for. `release_previous` is called once all wgmmas of the stage before
         have retired.
         """
@@ -235,13 +234,13 @@ class RegisterConsumer(SharedConsumer):
         # following one is that before, not released yet, and of three it has just begun to load.
         many = self.spec.num_stages > 3 * self.step
         there = ring.consumer_try_wait(following) if many else None
-        count, of_sum = self.spec.tile_k // LDMATRIX_K, self.spec.k_group // LDMATRIX_K
+        count, of_sum = self.spec.tile_k // self.loads.k, self.spec.k_group // self.loads.k
         for i in range(count):
             if of_sum and i % of_sum == 0:
                 scales = self._scales(view, i // of_sum, state.index)
                 mma.set(warpgroup.Field.ACCUMULATE, False)
             self._multiply(mma, view, fragments[i % SETS], i, state.index)
-            self._load_following(view, words, ring, (i + 1) * LDMATRIX_K, following, there)
+            self._load_following(view, words, ring, i + 1, following, there)
             if release_previous or i:
                 warpgroup.wait_group(1)
             if release_previous and i == 0:
@@ -252,7 +251,7 @@ class RegisterConsumer(SharedConsumer):
                 self._add_group(view, scales)
 
     def _multiply(self, mma, view, fragments, group, stage):
-        """Multiplies the `group`-th `LDMATRIX_K` of K of a stage."""
+        """Multiplies what was loaded `group`-th of a stage."""
         warpgroup.fence()
         for i, fragment in enumerate(fragments):
             tCrB = view.tCrB[None, None, group * len(fragments) + i, stage]
@@ -261,38 +260,43 @@ class RegisterConsumer(SharedConsumer):
         warpgroup.commit_group()
 
     def _load_following(self, view, words, ring, done, stage, there):
-        """Loads words of the following stage over those of this one that have been multiplied."""
+        """Loads words of the following stage over those of this one that have been multiplied.
+
+        These are the first `done` of what is loaded together.
+        """
         if done == WAIT_AT:
             ring.consumer_wait(stage, there)
-            for k in range(0, done, LDMATRIX_K):
-                self._load_words(view, words, stage.index, k)
+            for group in range(done):
+                self._load_words(view, words, stage.index, group)
         elif done > WAIT_AT:
-            self._load_words(view, words, stage.index, done - LDMATRIX_K)
+            self._load_words(view, words, stage.index, done - 1)
 
     def _load_stage(self, view, words, stage):
-        for k in range(0, self.spec.tile_k, LDMATRIX_K):
-            self._load_words(view, words, stage, k)
+        for group in range(self.spec.tile_k // self.loads.k):
+            self._load_words(view, words, stage, group)
 
-    def _load_words(self, view, words, stage, k):
-        """Loads those of `LDMATRIX_K` of K from `k` on."""
+    def _load_words(self, view, words, stage, group):
+        """Loads what is loaded together `group`-th."""
         nbytes = DTYPES[self.spec.b_dtype].nbytes(self.spec.tile_n * self.spec.tile_k)
         address = view.raw.base + stage * nbytes
         for span in self.spans:
-            first = self._first_word(span, k)
-            for i, word in enumerate(self.loads.load(view.raw, address, span, k)):
+            first = self._first_word(span, group)
+            for i, word in enumerate(
+                self.loads.load(view.raw, address, span, group * self.loads.k)
+            ):
                 words[first + i] = word
 
-    def _first_word(self, span, k):
-        return (span * self.spec.tile_k + k) // LDMATRIX_K * self.loads.words
+    def _first_word(self, span, group):
+        return (span * (self.spec.tile_k // self.loads.k) + group) * self.loads.words
 
     def _convert(self, view, fragments, words, group):
-        """Widens the words of the `group`-th `LDMATRIX_K` of K of a stage."""
+        """Widens the words of a stage that were loaded `group`-th."""
         position, joined = view.raw.position, self.held.joined
-        for k16, fragment in enumerate(fragments):
+        for step, fragment in enumerate(fragments):
             registers = cute.recast_tensor(fragment, Uint32)
             for block, i, h in product(range(self.blocks), range(2), range(2)):
-                first = self._first_word(block // joined, group * LDMATRIX_K)
-                word = words[first + self.loads.index(k16 * MMA_K, h, i)]
+                first = self._first_word(block // joined, group)
+                word = words[first + self.loads.index(step * self.spec.mma_k, h, i)]
                 pairs = self.held.spread(word, position, block % joined, h)
                 widened = self.conversion.widen(pairs, self.held.place(h))
                 registers[4 * block + 2 * i + h] = widened
@@ -329,7 +333,7 @@ class RegisterConsumer(SharedConsumer):
         chunk: cutlass.Constexpr, writers: cutlass.Constexpr,
     ):  # fmt: skip
         """Writes rows of D of those columns of a span that one or two of the warps hold."""
-        if view.raw.position.warp // writers == chunk:
+        if self.held.chunk(view.raw.position, writers) == chunk:
             self._write_span(view, view.written, row_block, span)
 
     def _write_span(self, view, written, row_block, span):

@@ -1,4 +1,4 @@
-"""How math warps load 8- and 4-bit numbers from a stage of B, see `gemm.conversion`."""
+"""How math warps load numbers from a stage of B, see `gemm.conversion`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,8 @@ class Raw:
 class LoadsAlongK:
     """Loads of what is stored (N, K): two neighbours along K at a time."""
 
-    words = 8  # of a thread, of `LDMATRIX_K` of K
+    k = LDMATRIX_K  # elements of K that are loaded together
+    words = 8  # of a thread, of so many
 
     def __init__(self, spec, held):
         self.spec, self.bits = spec, held.bits
@@ -56,6 +57,7 @@ class LoadsAlongK:
 class LoadsAlongN:
     """Loads of what is stored (K, N), by ldmatrix: 16 bits along N of 32 of K."""
 
+    k = LDMATRIX_K
     words = 4
 
     def __init__(self, spec, held):
@@ -74,3 +76,36 @@ class LoadsAlongN:
 
     def index(self, k, h, i):
         return k // 8 + i
+
+
+class LoadsOfFloat32:
+    """Loads of float32 numbers that are stored (K, N): two neighbours along N at a time.
+
+    Of half a warp's threads, the eight that read lines k to k + 3 of K at some columns do so 16
+    columns apart: as TMA swizzles a stage, these are other banks.
+    """
+
+    k = 16
+    words = 8
+
+    def __init__(self, spec, held):
+        self.spec, self.held = spec, held
+
+    def start(self, position, lane, column):
+        nbytes = (column + self.held.column(position, 0, 0)) * self.held.bits // 8
+        width, lines = self.spec.b_box.swizzle, self.spec.tile_k
+        return tuple(offset_along_n(position.quad_lane + i, nbytes, width, lines) for i in (0, 4))
+
+    def load(self, raw, stage, span, k):
+        words = []
+        for at in range(k, k + self.k, 8):
+            for start in raw.starts[span]:
+                words += cute.arch.inline_ptx(
+                    "ld.shared.v2.u32 {{$w0}, {$w1}}, [{$r0}];",
+                    write_only_types=[Uint32] * 2,
+                    read_only_args=[stage + start + at * self.spec.b_box.swizzle],
+                )
+        return words
+
+    def index(self, k, h, i):
+        return k // 2 + 2 * i + h

@@ -34,14 +34,15 @@ class MmaTF32Op(MmaOp):
         return MmaTraits(make_atom(kind, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
 
 
-def make_tiled_mma(a_dtype, b_dtype, a_mode, b_mode, sum_dtype, warpgroups, tile_n):
-    """Returns the MMA of 64 rows a warpgroup with both operands in shared memory."""
+def make_tiled_mma(
+    a_dtype, b_dtype, a_mode, b_mode, sum_dtype, warpgroups, tile_n,
+    a_source=warpgroup.OperandSource.SMEM,
+):  # fmt: skip
+    """Returns the MMA of 64 rows a warpgroup; A may come from registers."""
     if a_dtype is not Float32:
         return sm90.make_trivial_tiled_mma(
-            a_dtype, b_dtype, a_mode, b_mode, sum_dtype, (warpgroups, 1, 1), tiler_mn=(64, tile_n)
-        )
-    op = MmaTF32Op(
-        TFloat32, TFloat32, sum_dtype, (64, tile_n, MMA_K), warpgroup.OperandSource.SMEM,
-        a_mode, b_mode,
-    )  # fmt: skip
+            a_dtype, b_dtype, a_mode, b_mode, sum_dtype, (warpgroups, 1, 1),
+            tiler_mn=(64, tile_n), a_source=a_source,
+        )  # fmt: skip
+    op = MmaTF32Op(TFloat32, TFloat32, sum_dtype, (64, tile_n, MMA_K), a_source, a_mode, b_mode)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
