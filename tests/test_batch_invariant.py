@@ -42,7 +42,7 @@ def half(*shape: int) -> jax.ShapeDtypeStruct:
 
 def order(spec: GemmSpec, reduces: bool) -> tuple[Any, ...]:
     """Returns what the order of a row's sums follows from."""
-    assert not spec.split_k
+    assert not (spec.split_k or spec.k_in_turns)
     return (spec.mma_k, *((spec.tile_n, spec.epi_tile_n) if reduces else ()))
 
 
@@ -73,6 +73,29 @@ def test_the_order_of_sums_does_not_depend_on_the_rows(graph):
     for n, k in ((4096, 4096), (512, 16384), (8192, 28672), (1536, 7168)):
         assert len(orders(n, k, H200, graph)) == 1
         assert len(orders(n, k, H200.limited_to(60), graph)) == 1
+
+
+EIGHT_BITS = {"dtype": "float8_e4m3fn", "d_dtype": "bfloat16", "b_major": "k"}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weights": ({}, {"b_dtype": "int8"}),
+    "weights with scales along K": ({}, {"b_dtype": "int4", "k_group": 128}),
+    "promoted": (EIGHT_BITS, {"promoted": True}),
+    "TF32": ({"dtype": "float32", "b_major": "k"}, {}),
+    "TF32 from registers": ({"dtype": "float32"}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_sums_of_other_types_does_not_depend_on_the_rows(kind):
+    layouts, fields = KINDS[kind]
+    for n, k in ((1024, 8192), (4096, 4096), (8192, 28672)):
+        found = set()
+        for m in (1, 16, 32, 64, 128, 512, 4096):
+            problem = replace(GemmProblem.dense(m, n, k, **layouts), **fields)
+            spec = choose_invariant(problem, H200).spec
+            assert spec
+            found.add(order(spec, reduces=False))
+        assert len(found) == 1
 
 
 def test_more_rows_or_devices_do_not_change_the_columns_of_a_reducing_tile():

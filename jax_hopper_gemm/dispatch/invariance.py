@@ -2,9 +2,10 @@
 
 An accumulator gets the products of a row and a column in the order of K, whatever tile it lies in
 and whichever of the two lies on the tile's rows, unless K is split: then where it is split depends
-on the number of tiles. What an epilogue reduces along a row is cut by the tile's columns, in which
-a thread adds up an epilogue tile's. So kernels never split K here, and where they reduce along
-rows, tiles have the columns that are chosen for `ROWS` rows, however many there are.
+on the number of tiles; or math warpgroups take turns at k-tiles, each with sums of its own. What an
+epilogue reduces along a row is cut by the tile's columns, in which a thread adds up an epilogue
+tile's. So kernels do neither here, and where they reduce along rows, tiles have the columns that
+are chosen for `ROWS` rows, however many there are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def is_invariant(spec: GemmSpec) -> bool:
     Kernels that store D along M have been compared with those along N without an epilogue alone.
     Those that read bfloat16 parts add up in another order than those that cut.
     """
-    ordered = not (spec.split_k or spec.reads_parts)
+    ordered = not (spec.split_k or spec.reads_parts or spec.k_in_turns)
     return ordered and (spec.d_major == "n" or spec.epilogue is None)
 
 
