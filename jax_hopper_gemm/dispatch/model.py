@@ -324,10 +324,15 @@ def slower_in_tf32(problem: GemmProblem, best: Estimate, device: Device) -> str 
 
 
 def slower_than_in_tf32(problem: GemmProblem, ns: float, device: Device) -> str | None:
-    """Returns why XLA should run a product in TF32, with its epilogue, that else takes `ns`."""
+    """Returns why XLA should run a product in TF32, with its epilogue, that else takes `ns`.
+
+    Of groups of rows XLA took 2.4 to 26 times as long, of ten batches 0.73 to 1.03 times.
+    """
     p = problem
-    if p.groups or p.l > 1:
-        return "in TF32, products of two matrices have been measured"
+    if p.groups:
+        return None
+    if p.l > 1:
+        return "XLA's products of batches in TF32 are about as fast, or faster"
     if min(p.m, p.n) <= THIN_IN_TF32:
         return f"D is {p.m}x{p.n}, in TF32, and XLA has kernels without tensor cores"
     if ns <= (xla_ns := two_steps_ns(p, device)):
