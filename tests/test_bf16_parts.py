@@ -36,8 +36,10 @@ from jax_hopper_gemm.gemm.cutting import CutSpec, place_of
 from jax_hopper_gemm.gemm.kernel_params import param_list, spec_from_json
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.product import Options
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.type_legality import type_violations
 from jax_hopper_gemm.launch.plan import TensorMap, make_cut_plan, make_plan
 from jax_hopper_gemm.primitives.call_words import options_of_words, options_to_words
 from jax_hopper_gemm.testing import tolerance
@@ -379,6 +381,14 @@ def test_tf32_is_the_default_where_both_operands_lie_along_k():
     assert specs_of(lambda a, b: product(a, b, precision="highest"), A, along_k) == []
     (fused,) = specs_of(lambda a, b: product(a, b, epilogue=jnp.tanh), A, along_k)
     assert fused.rounds_operands and fused.epilogue
+
+
+@pytest.mark.parametrize("b_major", ("k", "n"))
+def test_no_rows_are_gathered_in_tf32_as_nothing_would_round_them(b_major):
+    kind = ProblemType("float32", "float32", "float32", "k", b_major, grouped="m", gathered="a")
+    assert [*type_violations(kind)] == [
+        "no kernel rounds rows of float32 that it gathers: gather them beforehand"
+    ]
 
 
 def test_few_rows_and_batches_are_left_to_xla_in_tf32():

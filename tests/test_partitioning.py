@@ -174,7 +174,7 @@ def test_a_program_for_cuda_leaves_the_product_to_the_partitioner():
     text = lowered(jhg.matmul, a, b)
     assert f"stablehlo.custom_call @{custom_call.TARGET}" in text
     assert "reduction={j}" in text  # Shardy's rule
-    assert "dot_general" in lowered(jhg.matmul, *operands(P("x"), P(), "float32"))
+    assert "dot_general" in lowered(jhg.matmul, *operands(P("x"), P(), "int16"))
 
 
 @pytest.mark.usefixtures("launcher")

@@ -186,5 +186,5 @@ def test_a_program_for_cuda_leaves_ragged_products_to_the_partitioner():
     text = lowered(partial(product_and_gradients, jhg.ragged_dot), *cuda_operands({"m": "x"}))
     assert text.count(f"stablehlo.custom_call @{custom_call.TARGET}") == 3
     assert "need_replication={" in text and "dot_general" not in text
-    single = [x.astype(jnp.float32) for x in cuda_operands({"m": "x"})[:2]]
-    assert custom_call.TARGET not in lowered(jhg.ragged_dot, *single, np.full(8, 128, np.int32))
+    short = [x.astype(jnp.int16) for x in cuda_operands({"m": "x"})[:2]]
+    assert custom_call.TARGET not in lowered(jhg.ragged_dot, *short, np.full(8, 128, np.int32))

@@ -209,6 +209,7 @@ def with_rings(config: Config, problem_type: ProblemType, **rings: Any) -> GemmS
     """Returns the kernel of a configuration, legal or not, with these rings and epilogue tile."""
     named = vars(problem_type) | vars(config)
     k_bytes, _ = named.pop("k_bytes"), named.pop("epi_tile_n")
+    named.pop("b_in_registers", None)  # where it is cached
     return GemmSpec(**named, tile_k=k_bytes // DTYPES[problem_type.a_dtype].itemsize, **rings)
 
 

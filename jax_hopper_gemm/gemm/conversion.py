@@ -71,7 +71,7 @@ class Held:
         return self.slab(position) + columns
 
     def chunk(self, position: Position, writers: int) -> Any:
-        """Returns which 32 columns of a span a thread's are among, where so many warps have them."""
+        """Returns which 32 columns of a span hold a thread's, where so many warps have these."""
         return position.quad >> 2 if self.bits == 32 else position.warp // writers
 
     def slab(self, position: Position) -> Any:

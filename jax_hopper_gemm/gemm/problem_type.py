@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 from .dtypes import DTYPES, converts
@@ -71,7 +72,7 @@ class ProblemType:
         row = DTYPES.get(self.a_dtype)
         return bool(row and row.rounding_map and not (self.bf16_terms or self.simt_width))
 
-    @property
+    @cached_property
     def b_in_registers(self) -> bool:
         """Whether the tensor cores take B from registers.
 

@@ -118,10 +118,6 @@ class GemmSpec(ProblemType):
         share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
         return self.tile_m // share
 
-    @cached_property
-    def b_in_registers(self) -> bool:
-        return super().b_in_registers
-
     @property
     def reads_parts(self) -> bool:
         """Whether A and B were cut into bfloat16 parts before the launch."""

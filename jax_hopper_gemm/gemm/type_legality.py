@@ -45,8 +45,8 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     # What passes through registers on its way to the tensor cores may have any layout.
     any_major = bool(t.bf16_terms or t.simt_width)
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major, any_major)
-    any_major |= t.b_in_registers
-    yield from _major_violations("B", "NK", t.b_dtype, t.b_major, any_major)
+    any_major_of_b = any_major or t.b_in_registers
+    yield from _major_violations("B", "NK", t.b_dtype, t.b_major, any_major_of_b)
     yield from _register_violations(t)
     if t.epilogue:
         yield from _epilogue_violations(t, t.epilogue)
@@ -57,7 +57,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     if t.loose_d:
         yield from _loose_violations(t)
     if t.gathered:
-        yield from _gather_violations(t, t.gathered, any_major)
+        yield from _gather_violations(t, t.gathered)
     if t.grouped == "m":
         yield from _varlen_m_violations(t)
     if t.d_major != "n":
@@ -105,14 +105,14 @@ def _epilogue_violations(t: ProblemType, graph: EpilogueGraph) -> Iterator[str]:
             yield f"accumulators of {t.a_dtype} are stored as {dtype}: convert the product instead"
 
 
-def _gather_violations(t: ProblemType, operand: str, any_major: bool) -> Iterator[str]:
+def _gather_violations(t: ProblemType, operand: str) -> Iterator[str]:
     """Yields why no kernel picks rows of an operand by indices."""
     if operand not in GATHERABLE[t.grouped]:
         where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
         yield f"no kernel gathers {operand.upper()} by indices {where}: gather it beforehand"
     elif operand == "b" and t.epilogue and t.epilogue.accumulators > 1:
         yield "no kernel gathers two B's: gather them beforehand"
-    elif t.a_dtype in OPERANDS and DTYPES[t.a_dtype].rounding_map and not any_major:
+    elif t.rounds_operands:
         yield f"no kernel rounds rows of {t.a_dtype} that it gathers: gather them beforehand"
 
 

@@ -23,6 +23,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import TARGET, launcher_violation
+from .canonical import rounds_operands
 from .decide import Decision, Form, decide, forms_of, reads_in_order
 from .devices import current_device, lowers_shard, platforms_of
 from .origins import MlirValues, Origin, Source, source_of
@@ -84,13 +85,16 @@ class Call:
     def readable(self, ctx: mlir.LoweringRuleContext) -> Call:
         """Returns the same product of the arrays that the operands are transposes of.
 
-        Or of the operands themselves, where a kernel runs the product of these alone.
+        Or of the operands themselves, where a kernel runs the product of these alone. What each
+        device multiplies in TF32 decides whether it transposes that.
         """
         sources = self._sources(ordered=False)
         origins = [Origin(source.origin.permutation) for source in sources]
         decision = decide(self.request, origins, device_of(ctx), kernel_only=self.insists)
-        form = decision.form if decision.route.supported else forms_of(self.request, origins)[0]
-        return self._in_form(form, sources)
+        transposed_each = rounds_operands(self.request) and decision.form.copied
+        if decision.route.supported and not transposed_each:
+            return self._in_form(decision.form, sources)
+        return self._in_form(forms_of(self.request, origins)[0], sources)
 
     def _sources(self, *, ordered: bool) -> list[Source]:
         return [source_of(value, MlirValues(), ordered=ordered) for value in self.values]

@@ -1,10 +1,13 @@
-"""The consumer that converts B on its way from shared memory to registers, where wgmma reads it.
+"""The consumer that loads B from shared memory to registers, where wgmma reads it, and converts it.
 
 wgmma takes one operand from registers ("RS"): the one on its M side. So sides are swapped: 64
 columns of B are multiplied by all rows of A in a tile, and the sums are those of D transposed. Math
 warpgroups share a tile's columns. For each 32 of K:
 
     load B's numbers from the stage -> widen to A's dtype -> wgmma, which reads A in shared memory
+
+Float32 in TF32 is not widened: the tensor cores read it in shared memory along K alone, so here it
+lies across. It is loaded 16 of K at a time.
 
 Conversion of the next 32, be they of the next k-tile, runs beside the tensor cores, with registers
 of its own. At the end of a tile each warpgroup turns its sums, by way of shared memory, into the
@@ -224,8 +227,8 @@ class RegisterConsumer(SharedConsumer):
     def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
         """Multiplies a stage whose words are there, and loads those of the following one.
 
-        Those that are loaded together first have been converted before; here those of the following stage
-        are, which is waited for. `release_previous` is called once all wgmmas of the stage before
+        What is loaded together first has been converted before; here that of the following stage
+        is, which is waited for. `release_previous` is called once all wgmmas of the stage before
         have retired.
         """
         fragments, words = registers
