@@ -89,7 +89,7 @@ def _decided(
         transposing_ns = _transposing_ns(form, origins) if rounds_operands(request) else 0.0
         anyway = kernel_only or transposing_ns > 0
         found = route(form.request, device, kernel_only=anyway)
-        slower = _slower_than_written(form, found, forms, device) if form.widened else None
+        slower = _slower_than_written(form, found, forms, device) if form.request.k_group else None
         if transposing_ns and not kernel_only:
             slower = _slower_than_xla(request, found, transposing_ns, device)
         if slower:
@@ -149,7 +149,7 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
 def _slower_than_written(
     form: Form, found: Route, forms: Sequence[Form], device: Device
 ) -> str | None:
-    """Returns why a kernel should not convert operands on chip, but read what XLA makes of them.
+    """Returns why a kernel should not convert and scale operands, but read what XLA makes of them.
 
     Scales of groups along K cost the tensor cores time in each tile of rows, XLA's pass none. Of
     few rows it would not be repaid. Nor is it taken where a row's bits must not depend on how many
