@@ -21,7 +21,8 @@ LOOSE_CYCLES = 3.0  # measured: of an SM, for a warp's store of an element a thr
 LOAD_CYCLES = 1100.0  # assumed: from asking for an operand's epilogue tile to its arrival
 ADDING_UP_CYCLES = 800.0  # fitted: of promoted sums in turns, see `mainloop_cycles`
 # Of an element that is turned on its way through shared memory, where float32 B is in registers:
-# tiles of 256x128 took 13 us longer in 6 waves, of 128x128 7 in 5. (Conversion holds this, too.)
+# tiles of 256x128 took 13 us longer in 6 waves, of 128x128 7 in 5. Where B is converted the fit of
+# a k-tile's cycles has it.
 TURNING_CYCLES = 0.12
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 
