@@ -19,8 +19,8 @@ from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import fallback
-from jax_hopper_gemm.lowering.decide import forms_of
 from jax_hopper_gemm.lowering.devices import current_device
+from jax_hopper_gemm.lowering.forms import forms_of
 from jax_hopper_gemm.lowering.origins import Origin
 from jax_hopper_gemm.lowering.request import Request
 

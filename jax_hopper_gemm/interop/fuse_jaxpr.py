@@ -13,8 +13,8 @@ from ..fusion.memo import memoised, structure
 from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
-from ..lowering.decide import copied_along_k
 from ..lowering.devices import current_device
+from ..lowering.forms import copied_along_k
 from ..lowering.request import Request
 from ..lowering.route import route
 from ..primitives.define import accumulator_dtype, request_of

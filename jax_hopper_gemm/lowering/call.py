@@ -24,8 +24,9 @@ from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import TARGET, launcher_violation
 from .canonical import rounds_operands
-from .decide import Decision, Form, decide, forms_of, reads_in_order
+from .decide import Decision, decide
 from .devices import current_device, lowers_shard, platforms_of
+from .forms import Form, forms_of, reads_in_order
 from .origins import MlirValues, Origin, Source, source_of
 from .request import Request
 from .route import Route, route

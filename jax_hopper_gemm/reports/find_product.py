@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..gemm.dtypes import converts
-from ..lowering.decide import reads_in_order
+from ..lowering.forms import reads_in_order
 from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
 from ..lowering.request import Request
