@@ -10,23 +10,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import specs_of
 
 MOST = 512
-ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 192, 200,
-        255, 256, 257, 320, 384, 448, 511, MOST)  # fmt: skip
+ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 384, MOST)
 
 
 @dataclass(frozen=True)
 class InvariantProgram:
-    """A function of rows, (M, K), and of weights; its results have an entry for each row."""
+    """A function of rows, (M, K), and of weights; its results have an entry for each row.
+
+    Attributes:
+      k: columns of the rows.
+      weights: their shapes; the first extent is K.
+      dtype: of rows and weights.
+      stored: dtype and block of quantized weights, or None where they are as the rows.
+    """
 
     function: Callable[..., Any]
     k: int
     weights: tuple[tuple[int, ...], ...]
+    dtype: Any = jnp.bfloat16
+    stored: tuple[Any, tuple[int | None, ...]] | None = None
 
     def run(self, x: Any, *weights: Any) -> tuple[Any, ...]:
         """Returns the results of rows that are asked to have the same bits in every batch."""
@@ -35,17 +44,20 @@ class InvariantProgram:
         return results if isinstance(results, tuple) else (results,)
 
     def arguments(self, seed: int = 0) -> list[Any]:
-        """Returns `MOST` rows and the weights: normal random numbers, bfloat16."""
+        """Returns `MOST` rows and the weights: normal random numbers."""
         rng = np.random.default_rng(seed)
-        shapes = ((MOST, self.k), *self.weights)
-        scales = (1.0, *(self.k**-0.5 for _ in self.weights))
-        pairs = zip(shapes, scales, strict=True)
-        return [(s * rng.standard_normal(shape)).astype(jnp.bfloat16) for shape, s in pairs]
+        rows = rng.standard_normal((MOST, self.k)).astype(self.dtype)
+        weights = (self.k**-0.5 * rng.standard_normal(shape) for shape in self.weights)
+        return [rows, *(self._as_stored(w.astype(self.dtype)) for w in weights)]
+
+    def _as_stored(self, weights: Any) -> Any:
+        return weights if self.stored is None else jhg.quantize(weights, *self.stored)
 
     def specs(self) -> list[GemmSpec]:
         """Returns the kernels for all numbers of rows."""
-        weights = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in self.weights]
-        rows = [jax.ShapeDtypeStruct((m, self.k), jnp.bfloat16) for m in ROWS]
+        arrays = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.weights]
+        weights = [jax.eval_shape(self._as_stored, array) for array in arrays]
+        rows = [jax.ShapeDtypeStruct((m, self.k), self.dtype) for m in ROWS]
         return list(dict.fromkeys(s for x in rows for s in specs_of(self.run, x, *weights)))
 
 
@@ -55,6 +67,10 @@ def _squares(y: Any) -> Any:
 
 def _logsumexp(y: Any) -> Any:
     return jax.nn.logsumexp(y, axis=-1)
+
+
+def _float8(x: Any, w: Any) -> Any:
+    return jhg.matmul(jhg.quantize(x, jnp.float8_e4m3fn, block=(1, 128)), w)
 
 
 def _stored_nk(x: Any, w: Any) -> Any:
@@ -83,6 +99,22 @@ INVARIANT_PROGRAMS = {
         lambda x, w: jhg.matmul(x, w, epilogue=jax.nn.softmax), 2048, ((2048, 128),)
     ),
     "gated": InvariantProgram(jhg.gated_linear_unit, 2048, ((2048, 2, 1536),)),
+    "int8": InvariantProgram(jhg.matmul, 4096, ((4096, 2048),), stored=(jnp.int8, (None, 1))),
+    "int4": InvariantProgram(jhg.matmul, 4096, ((4096, 2048),), stored=(jnp.int4, (128, 1))),
+    "gated_int8": InvariantProgram(
+        jhg.gated_linear_unit, 2048, ((2048, 2, 1536),), stored=(jnp.int8, (None, 1, 1))
+    ),
+    "float8": InvariantProgram(
+        _float8, 2048, ((2048, 8192),), stored=(jnp.float8_e4m3fn, (128, 128))
+    ),
+    "tf32": InvariantProgram(jhg.matmul, 4096, ((4096, 2048),), jnp.float32),
+    "parts": InvariantProgram(
+        partial(jhg.matmul, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
+        2048, ((2048, 2048),), jnp.float32,
+    ),
+    "highest": InvariantProgram(
+        partial(jhg.matmul, precision=lax.Precision.HIGHEST), 2048, ((2048, 2048),), jnp.float32
+    ),
 }  # fmt: skip
 
 
