@@ -1,12 +1,13 @@
-"""Fits the trees of `dispatch/xla.py` to what `survey.py` measured.
+"""Fits the trees of `dispatch/xla.py` to what `survey.py` and `tf32.py` measured.
 
     python -m pip install scikit-learn
-    python benchmarks/fit_xla.py                 # cross-validates, and writes the packaged fit
+    python benchmarks/fit_xla.py                 # cross-validates, and writes the packaged fits
     python benchmarks/fit_xla.py --dry-run       # writes nothing
 
-Products of the packaged table are used beside the survey's. The figures that it prints are of the
-survey's products whose timed kernels include the one that dispatch runs today, each judged by trees
-that were fitted to nine tenths of the other products.
+Products of the packaged table are used beside the surveys of 16-bit operands. The figures that it
+prints are of the surveys' products whose timed kernels include the one that dispatch runs today,
+each judged by trees that were fitted to nine tenths of the other products. Of products in TF32 XLA
+alone was timed, and it prints by how much their trees err.
 
 The trees are boosted, and split at random places: of products that they had not seen, trees that
 split where it fits best told a kernel that is slower than XLA from others less well.
@@ -27,13 +28,14 @@ import numpy as np
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.dispatch.candidates import considered_specs
 from jax_hopper_gemm.dispatch.cost import Estimate, estimate
-from jax_hopper_gemm.dispatch.model import best_kernel, xla_lead
+from jax_hopper_gemm.dispatch.model import THIN_IN_TF32, best_kernel, xla_lead
 from jax_hopper_gemm.dispatch.table import packaged_table
-from jax_hopper_gemm.dispatch.xla import FITS, LONGEST, SHORTEST, Trees, features, is_surveyed
+from jax_hopper_gemm.dispatch.xla import FITS, RATIOS, Trees, compared, features, surveyed_kind
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
-SURVEYS = sorted((Path(__file__).parent / "data").glob("h*_survey_*.json"))
+DATA = Path(__file__).parent / "data"
+SURVEYS, TF32 = sorted(DATA.glob("h*_survey_*.json")), DATA / "h200_tf32.json"
 # Of products that move fewer bytes these surveys timed calls that found their operands in L2, as in
 # a program they seldom would, XLA's more often than ours: its times were up to a tenth too short.
 FROM_L2, SURVEYS_FROM_L2 = 20e6, tuple(f"00_survey_{number}" for number in range(1, 13))
@@ -45,7 +47,10 @@ DIGITS = 4  # of thresholds and leaves in the file
 
 
 class Measured(NamedTuple):
-    """A product, what is expected of one of our kernels, XLA's time over its, and that kernel."""
+    """A product, what is expected of one of our kernels, XLA's time over its, and that kernel.
+
+    In TF32 the ratio is that of XLA's time and the expected one.
+    """
 
     problem: GemmProblem
     cost: Estimate
@@ -74,6 +79,18 @@ def surveyed(path: Path) -> Iterator[Measured]:
             yield Measured(problem, best.cost, row["xla_us"] / us[best.spec], best.spec)
 
 
+def in_tf32(path: Path) -> Iterator[Measured]:
+    """Yields the products that `tf32.py` measured."""
+    for row in json.loads(path.read_text())["rows"]:
+        problem = GemmProblem.dense(
+            row["m"], row["n"], row["k"], a_major=row["a_major"], b_major=row["b_major"],
+            dtype="float32",
+        )  # fmt: skip
+        best, _ = best_kernel(compared(problem), H200)
+        if best and min(problem.m, problem.n) > THIN_IN_TF32:
+            yield Measured(problem, best.cost, 1e3 * row["xla_us"] / best.cost.ns, best.spec)
+
+
 def timed_specs(
     names: list[str], row: dict[str, Any], problem: GemmProblem
 ) -> dict[GemmSpec, float]:
@@ -94,19 +111,19 @@ def tabled() -> Iterator[Measured]:
     """Yields the packaged table's products of the kind that the fit is for."""
     for key, entry in packaged_table(H200).entries.items():
         problem = key.problem()
-        if is_surveyed(problem, H200) and entry.kernel_us and entry.xla_us:
+        if surveyed_kind(problem, H200) == "half" and entry.kernel_us and entry.xla_us:
             cost = estimate(problem, entry.spec, entry.raster_order, H200)
             yield Measured(problem, cost, entry.xla_us / entry.kernel_us, entry.spec)
 
 
-def fitted(found: np.ndarray, ratios: np.ndarray, seed: int = 0) -> Trees:
-    """Returns trees that expect the ratios of what was found."""
+def fitted(found: np.ndarray, ratios: np.ndarray, kind: str, seed: int = 0) -> Trees:
+    """Returns trees that expect the ratios of what was found, of products of a kind."""
     from sklearn.tree import (  # pyright: ignore[reportMissingImports]  no test needs it
         DecisionTreeRegressor,
     )
 
     random = np.random.default_rng(seed)
-    rest = np.log(np.clip(ratios, SHORTEST, LONGEST))
+    rest = np.log(np.clip(ratios, *RATIOS[kind]))
     base, trees = round(float(rest.mean()), DIGITS), []
     rest -= base
     for _ in range(TREES):
@@ -121,13 +138,17 @@ def fitted(found: np.ndarray, ratios: np.ndarray, seed: int = 0) -> Trees:
     return Trees(base, tuple(trees))
 
 
-def unseen(found: np.ndarray, ratios: np.ndarray, seed: int) -> np.ndarray:
-    """Returns each product's ratio as trees expect it that were fitted to other products."""
+def unseen(measured: list[Measured], kind: str, seed: int) -> np.ndarray:
+    """Returns each product's ratio as trees expect it that were fitted to other extents."""
+    found, ratios = arrays(measured)
     guesses = np.empty_like(ratios)
-    folds = np.random.default_rng(seed).permutation(len(ratios)) % FOLDS
+    extents = [(x.problem.m, x.problem.n, x.problem.k) for x in measured]
+    numbers = {x: i for i, x in enumerate(dict.fromkeys(extents))}
+    fold_of = np.random.default_rng(seed).permutation(len(numbers)) % FOLDS
+    folds = np.array([fold_of[numbers[x]] for x in extents])
     for fold in range(FOLDS):
         rest = folds != fold
-        trees = fitted(found[rest], ratios[rest], seed)
+        trees = fitted(found[rest], ratios[rest], kind, seed)
         guesses[~rest] = [trees.ratio(tuple(inputs)) for inputs in found[~rest]]
     return guesses
 
@@ -147,37 +168,72 @@ def speeds(ratios: np.ndarray) -> str:
     return f"{mean:.3f}, {ratios.min():.2f}, {slower:.1%} under 0.97"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("surveys", nargs="*", type=Path, default=SURVEYS, help="what it measured")
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
-    arguments = parser.parse_args()
-    survey = [x for path in arguments.surveys for x in surveyed(path)]
-    measured = [*survey, *tabled()]
+def arrays(measured: list[Measured]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the features and the ratios."""
     found = np.array([features(x.problem, x.cost) for x in measured])
-    ratios = np.array([x.ratio for x in measured])
+    return found, np.array([x.ratio for x in measured])
+
+
+def median_error(guesses: np.ndarray, truth: np.ndarray, kind: str) -> float:
+    return float(np.median(np.abs(guesses / np.clip(truth, *RATIOS[kind]) - 1)))
+
+
+def judge_half(survey: list[Measured], measured: list[Measured]) -> float:
+    """Prints how products of a survey would run, by trees of others; returns the error of these."""
     judged = np.array([i for i, x in enumerate(survey) if x.runs])
-    guesses = np.concatenate([unseen(found, ratios, seed)[judged] for seed in range(REPEATS)])
-    truth = np.tile(ratios[judged], REPEATS)
+    guesses = [unseen(measured, "half", seed)[judged] for seed in range(REPEATS)]
+    truth = np.tile(arrays(survey)[1][judged], REPEATS)
     leads = np.tile([xla_lead(survey[i].problem, survey[i].cost) for i in judged], REPEATS)
-    error = float(np.median(np.abs(guesses / np.clip(truth, SHORTEST, LONGEST) - 1)))
+    error = median_error(np.concatenate(guesses), truth, "half")
     print(f"{len(survey)} surveyed products, {len(measured) - len(survey)} of the table")
     print(f"median error of {len(judged)} {error:.1%}; XLA's time over ours, means and least:")
     print(f"  kernel always: {speeds(truth)}")
     for lead in LEADS:
-        speed = np.where(guesses >= lead * leads, truth, 1.0)
+        speed = np.where(np.concatenate(guesses) >= lead * leads, truth, 1.0)
         print(f"  from {lead} of what is asked: {speeds(speed)}")
-    if not arguments.dry_run:
-        trees = fitted(found, ratios)
-        lines = ",\n".join("  " + json.dumps(tree, separators=(",", ":")) for tree in trees.trees)
-        path = FITS / f"xla_{H200.num_sms}.json"
-        path.write_text(
-            f'{{"products": {len(measured)}, "error": {error:.3f}, "base": {trees.base}, '
-            f'"trees": [\n{lines}\n ]}}\n'
-        )
-        print(f"wrote {path}")
+    return error
+
+
+def judge_tf32(measured: list[Measured]) -> float:
+    """Prints by how much trees of other products in TF32 err, and returns that."""
+    truth = np.tile(arrays(measured)[1], REPEATS)
+    guesses = [unseen(measured, "tf32", seed) for seed in range(REPEATS)]
+    error = median_error(np.concatenate(guesses), truth, "tf32")
+    print(f"{len(measured)} products in TF32: median error {error:.1%}")
+    return error
+
+
+def write(measured: list[Measured], kind: str, error: float) -> None:
+    """Writes the packaged fit to products of a kind."""
+    trees = fitted(*arrays(measured), kind)
+    lines = ",\n".join("  " + json.dumps(tree, separators=(",", ":")) for tree in trees.trees)
+    path = FITS / f"xla_{kind}_{H200.num_sms}.json"
+    path.write_text(
+        f'{{"products": {len(measured)}, "error": {error:.3f}, "base": {trees.base}, '
+        f'"trees": [\n{lines}\n ]}}\n'
+    )
+    print(f"wrote {path}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("surveys", nargs="*", type=Path, default=SURVEYS, help="of 16 bits")
+    parser.add_argument("--tf32", type=Path, default=TF32, help="what was measured in TF32")
+    parser.add_argument("--kinds", nargs="+", default=[*RATIOS], choices=RATIOS)
+    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
+    for kind in arguments.kinds:
+        if kind == "tf32":
+            measured = [*in_tf32(arguments.tf32)]
+            error = judge_tf32(measured)
+        else:
+            survey = [x for path in arguments.surveys for x in surveyed(path)]
+            measured = [*survey, *tabled()]
+            error = judge_half(survey, measured)
+        if not arguments.dry_run:
+            write(measured, kind, error)
     return 0
 
 

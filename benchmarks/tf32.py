@@ -4,7 +4,8 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/tf32.py --json tf32.json
 
 `products`: random ones, each in the four layouts of its operands: what the default runs, and a
-kernel with the transposes that it needs. `groups`: products of groups of rows, beside
+kernel with the transposes that it needs. `--survey FILE` writes XLA's times of these, to which
+`fit_xla.py` fits what the default expects. `groups`: products of groups of rows, beside
 `lax.ragged_dot`. `steps`: training steps of perceptrons in plain jnp, by `accelerate`. Times are of
 all kernels of a program; burst regime, CUPTI.
 """
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import command_line
@@ -33,6 +35,7 @@ EXTENTS = (256, 384, 512, 640, 768, 1000, 1024, 1152, 1280, 1408, 1536, 1920, 20
            2816, 3072, 3584, 4096, 4608, 5120, 5632, 6144, 8192, 10240, 11008, 12288)  # fmt: skip
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
         4096, 6144, 8192, 16384, 32768)  # fmt: skip
+LISTED = 0.5  # of extents, the others are log-uniform
 CONTRACTED_ROWS = 0.25  # of the products: gradients of weights
 LARGEST_FLOPS, LARGEST_BYTES = 2e12, 2.5e9
 GROUPS = ((8, 4096, 2048, 2048), (8, 8192, 4096, 1024), (64, 8192, 1024, 768),
@@ -55,8 +58,15 @@ def normal(seed: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
 def products(count: int, seed: int) -> Iterator[Case]:
     """Yields products of random extents in each layout."""
     draw = random.Random(seed)
+
+    def drawn(listed: tuple[int, ...]) -> int:
+        if draw.random() < LISTED:
+            return draw.choice(listed)
+        # Lines of an operand are multiples of 16 bytes.
+        return 4 * round(math.exp(draw.uniform(math.log(4), math.log(listed[-1]))) / 4)
+
     while count:
-        m, n, k = draw.choice(ROWS), draw.choice(EXTENTS), draw.choice(EXTENTS)
+        m, n, k = drawn(ROWS), drawn(EXTENTS), drawn(EXTENTS)
         if draw.random() < CONTRACTED_ROWS:
             m, k = k, max(m, 64)
         if 2 * m * n * k > LARGEST_FLOPS or 4 * (m * k + k * n + m * n) > LARGEST_BYTES:
@@ -120,6 +130,7 @@ def main() -> int:
     parser = command_line.parser(__doc__, rounds=2)
     parser.add_argument("--count", type=int, default=40, help="random products [40]")
     parser.add_argument("--seed", type=int, default=1, help="of these [1]")
+    parser.add_argument("--survey", type=Path, help="write XLA's times of products to this file")
     parser.add_argument("--kinds", nargs="+", default=["products", "groups", "steps"])
     arguments = parser.parse_args()
     drawn = {"products": lambda: products(arguments.count, arguments.seed), "groups": groups,
@@ -133,7 +144,7 @@ def main() -> int:
             for spec in all_specs_of(program, *jax.eval_shape(partial(case.arguments, 0)))
         ]  # fmt: skip
         return command_line.build(specs, arguments.build)
-    rows, of_layout = [], {}
+    rows, surveyed, of_layout = [], [], {}
     for case in cases:
         inputs = [case.arguments(0)]
         sets = timing.sets_to_rotate(sum(x.nbytes for x in inputs[0]))
@@ -146,12 +157,21 @@ def main() -> int:
         us = {name: timed.median for name, timed in timings.items()}
         ratios = {name: us["xla"] / x for name, x in us.items()}
         print(case.name, *(f"{x} {us[x]:.1f} us {ratios[x]:.3f}" for x in us), sep="  ", flush=True)
-        kind = case.name.split()[1] if "kernel" in us else "others"
+        extents, _, layout = case.name.partition(" ")
+        kind = layout if "kernel" in us else "others"
         of_layout.setdefault(kind, []).append(ratios["default"])
+        if "kernel" in us:
+            m, n, k = map(int, extents.split("x"))
+            majors = {
+                "a_major": layout[1],
+                "b_major": layout[4],
+            }  # letters of operands that lie last
+            surveyed.append({"m": m, "n": n, "k": k, **majors, "xla_us": round(us["xla"], 2)})
         rows.append({"name": case.name, **{x: t.to_dict() for x, t in timings.items()}})
     for kind, found in of_layout.items():
         mean = math.exp(sum(map(math.log, found)) / len(found))
         print(f"{kind}: XLA takes {mean:.3f} times as long, {min(found):.3f} at least")
+    command_line.write(arguments.survey, surveyed)
     return command_line.write(arguments.json, rows)
 
 

@@ -22,7 +22,7 @@ from jax_hopper_gemm.dispatch.model import (
     xla_lead,
     xla_time,
 )
-from jax_hopper_gemm.dispatch.xla import LONGEST, SHORTEST, Trees, features, fit_for, read_fit
+from jax_hopper_gemm.dispatch.xla import RATIOS, Trees, features, fit_for, read_fit
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import shapes
@@ -64,13 +64,26 @@ def test_the_fit_knows_the_products_that_it_was_made_of():
         fit = fit_for(problem, H200)
         assert fit
         ratio = fit.expected.ratio(features(problem, cost))
-        within = min(max(measured, SHORTEST), LONGEST)
+        shortest, longest = RATIOS["half"]
+        within = min(max(measured, shortest), longest)
         errors.append(abs(ratio / within - 1))
         faster.append(measured if ratio >= xla_lead(problem, cost) else 1.0)
     assert len(errors) >= 500
     assert sorted(errors)[len(errors) // 2] <= 0.05
     assert math.exp(sum(map(math.log, faster)) / len(faster)) >= 1.09
     assert sum(speed < 0.97 for speed in faster) <= 0.01 * len(faster)
+
+
+def test_the_fit_of_tf32_knows_the_products_that_it_was_made_of():
+    errors = []
+    for problem, cost, ratio, _ in fit_xla.in_tf32(fit_xla.TF32):
+        fit = fit_for(problem, H200)
+        assert fit and fit is read_fit("tf32", H200.num_sms)
+        shortest, longest = RATIOS["tf32"]
+        within = min(max(ratio, shortest), longest)
+        errors.append(abs(fit.expected.ratio(features(problem, cost)) / within - 1))
+    assert len(errors) >= 500
+    assert sorted(errors)[len(errors) // 2] <= 0.03
 
 
 def test_a_survey_of_any_name_is_read_with_streams_that_l2_keeps(tmp_path):
@@ -93,7 +106,7 @@ def test_no_product_that_is_held_out_was_surveyed():
 
 def test_a_kernel_runs_where_it_is_expected_to_lead_and_the_reason_gives_the_error():
     chosen = set()
-    fit = read_fit(H200.num_sms)
+    fit = read_fit("half", H200.num_sms)
     assert fit
     for problem in shapes.suite("heldout")[:40]:
         best, _ = best_kernel(problem, H200)

@@ -285,7 +285,7 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
         reason += f"; {copies / 1e3:.1f} us more to copy operands into lines of whole 16 bytes"
     if cutting := cutting_ns(problem.as_run_by(spec)):
         reason += f"; {cutting / 1e3:.1f} us of it to cut operands into bfloat16 parts"
-    if xla := beside_xla(problem, cost, device):
+    if xla := beside_xla(problem, cost.ns + copying_ns(problem), device):
         reason += f"; {xla}"
     if problem.groups:
         mean = equal_groups(problem)

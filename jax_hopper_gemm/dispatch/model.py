@@ -26,7 +26,7 @@ from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
 from .outlines import outlined
 from .several import Several, where
-from .xla import LINE, Fit, features, fit_for
+from .xla import LINE, Fit, compared, features, fit_for
 
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
 # those along K a box holds no more than there are (`GemmSpec.short_boxes`).
@@ -44,6 +44,10 @@ SPLIT_K_LOST = 16384
 # than expected, nor is it with products that move much; it never was where reading a matrix of
 # whole lines is what takes the time.
 LEAD, LEAD_OF_FEW, LEAD_OF_LARGE, LEAD_OF_STREAMS = 1.45, 1.3, 1.25, 1.03
+# The same in TF32, beside what kernel and transposes are expected to take, and from a time on of
+# which the fit errs by 4 %. Where few rows, or columns, along K stream the other operand, XLA was
+# faster by 2 % at most.
+LEAD_OF_TF32, LEAD_OF_LONG_TF32, LONG_NS = 1.2, 1.05, 200e3
 FEW_ROWS, STREAMED_K, LARGE_BYTES = 64, 4096, 20e6
 LOOSE_LEAD = 1.05  # of loose lines, beside the ratio of `LOOSE_LINES` that most exceed
 # Times as long as with whole lines that XLA takes, but for a latency, where an operand's line is a
@@ -160,7 +164,7 @@ def _is_unlikely(problem: GemmProblem, spec: GemmSpec | Several) -> Any:
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
-    if in_tf32(problem):
+    if problem.rounds_operands:
         return slower_than_in_tf32(problem, cost.ns, device)
     fit = fit_for(with_whole_rows(without_epilogue(problem)), device)
     for rule in (lags,) if fit else RULES:
@@ -178,18 +182,22 @@ def without_epilogue(problem: GemmProblem) -> GemmProblem:
 
 def lags(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Plain products that our best kernel may well be slower at, by the fit."""
-    xla, ns = xla_time(problem, device), best.ns + copying_ns(problem)
+    copied_ns = copying_ns(problem)
+    what = "copies and our best kernel are" if copied_ns else "our best kernel is"
+    return _lags(problem, best.ns + copied_ns, device, what)
+
+
+def _lags(problem: GemmProblem, ns: float, device: Device, what: str) -> str | None:
+    xla = xla_time(problem, device)
     if xla is None or xla.least_ns >= ns:
         return None
-    what = "our best kernel is" if ns == best.ns else "copies and our best kernel are"
-    return f"{what} expected to take {ns / 1e3:.1f} us, {beside_xla(problem, best, device)}"
+    return f"{what} expected to take {ns / 1e3:.1f} us, {beside_xla(problem, ns, device)}"
 
 
-def beside_xla(problem: GemmProblem, best: Estimate, device: Device) -> str:
+def beside_xla(problem: GemmProblem, ns: float, device: Device) -> str:
     """Returns what the fit expects of XLA, beside an expected time of ours; "" without a fit."""
     if (xla := xla_time(problem, device)) is None:
         return ""
-    ns = best.ns + copying_ns(problem)
     return (
         f"XLA {xla.ns / ns:.2f} times that, {xla.least_ns / ns:.2f} where we are unlucky "
         f"({xla.fit.products} products measured; of others that ratio errs by {xla.fit.error:.0%})"
@@ -216,7 +224,7 @@ def xla_time(problem: GemmProblem, device: Device) -> XlaTime | None:
         d_bytes = problem.m * problem.n * problem.element_bytes
         stores = LOOSE_STORES * d_bytes / MEMORY_BYTES_PER_NS
     fit = fit_for(whole, device)
-    best, _ = best_kernel(whole, device) if fit else (None, [])
+    best, _ = best_kernel(compared(whole), device) if fit else (None, [])
     if not fit or not best:
         return None
     lines = [x.copied_line for x in (problem.a, problem.b) if x.copied_line]
@@ -233,6 +241,11 @@ def xla_time(problem: GemmProblem, device: Device) -> XlaTime | None:
 def xla_lead(problem: GemmProblem, best: Estimate) -> float:
     """Returns how many times as long XLA must be expected to take for our best kernel to run."""
     p = problem
+    if p.rounds_operands:
+        few = min(p.m, p.n) <= FEW_ROWS and p.a.major == p.b.major == "k"
+        if few and best.bound == "device memory":
+            return 1.0
+        return LEAD_OF_TF32 if best.ns < LONG_NS else LEAD_OF_LONG_TF32
     if p.loose_d or p.a.copied_line or p.b.copied_line:
         return LOOSE_LEAD
     if p.m > FEW_ROWS:
@@ -332,46 +345,25 @@ def slower_than_in_tf32(problem: GemmProblem, ns: float, device: Device) -> str 
         return "XLA's products of batches in TF32 are about as fast, or faster"
     if min(p.m, p.n) <= THIN_IN_TF32:
         return f"D is {p.m}x{p.n}, in TF32, and XLA has kernels without tensor cores"
-    if ns <= (xla_ns := two_steps_ns(p, device)):
+    if p.epilogue:
+        return _slower_than_two_steps(p, ns, device)
+    if fit_for(p, device):
+        return _lags(p, ns, device, "our best kernel, with the transposes that it reads, is")
+    if p.a.major == p.b.major == "k":
         return None
-    return f"ours is expected to take {ns / 1e3:.1f} us in TF32, XLA's product {xla_ns / 1e3:.1f}"
+    return "XLA's time in TF32 has not been measured on such a GPU"
 
 
 RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
 
 
-def in_tf32(problem: GemmProblem) -> bool:
-    """Whether float32 operands are multiplied in TF32."""
-    p = problem
-    return DTYPES[p.a_dtype].rounding_map > 0 and not (p.bf16_terms or p.simt)
-
-
-def _tf32_ns(problem: GemmProblem, device: Device) -> float:
-    """Returns a time that XLA took at least for a plain product in TF32; our best kernel's else.
-
-    Measured on an H200: 99 products by three layouts, 25 by the fourth, too, beside what was
-    expected of our best kernel for operands along K.
-    """
-    p = replace(problem, a=MatrixLayout("k", problem.k), b=MatrixLayout("k", problem.k))
-    best, _ = best_kernel(p, device)
-    if best is None:
-        return math.inf
-    side, ns = min(p.m, p.n), best.cost.ns
-    across = (problem.a.major != "k") + (problem.b.major != "k")
-    if across == 1:
-        ns *= 1.17 if side >= 128 and p.k >= 256 and ns < 50e3 else 0.97
-    elif across == 2 and side >= 128:
-        ns *= 1.49 if side >= 512 and p.k >= 256 else 1.13
-    return ns
-
-
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
-    """XLA's product and then its epilogue, where they are expected to be faster.
+    """XLA's product and then its epilogue, where they are expected to be faster."""
+    return _slower_than_two_steps(problem, cost.ns + copying_ns(problem), device)
 
-    XLA's product is taken to be as fast as our plain one where there is no fit, its epilogue to
-    move each byte once, with a kernel more for each reduction.
-    """
-    two_steps, ns = two_steps_ns(problem, device), cost.ns + copying_ns(problem)
+
+def _slower_than_two_steps(problem: GemmProblem, ns: float, device: Device) -> str | None:
+    two_steps = two_steps_ns(problem, device)
     if ns <= two_steps:
         return None
     return (
@@ -381,17 +373,16 @@ def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -
 
 
 def two_steps_ns(problem: GemmProblem, device: Device) -> float:
-    """Returns the expected time of XLA's product and its epilogue; infinite if not known."""
+    """Returns the expected time of XLA's product and its epilogue; infinite if not known.
+
+    XLA's product is taken to be as fast as our plain one where there is no fit, its epilogue to
+    move each byte once, with a kernel more for each reduction.
+    """
     p = problem
     plain = without_epilogue(p)
-    if in_tf32(p):
-        product_ns = _tf32_ns(plain, device)
-    else:
-        best, _ = best_kernel(plain, device)
-        xla = xla_time(plain, device)
-        product_ns = xla.ns if xla else best.cost.ns if best else math.inf
-    if p.epilogue is None:
-        return product_ns
+    best, _ = best_kernel(compared(plain), device)
+    xla = xla_time(plain, device)
+    product_ns = xla.ns if xla else best.cost.ns if best else math.inf
     elements = p.l * p.m * p.n
     moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
     statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)

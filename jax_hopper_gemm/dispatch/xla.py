@@ -2,22 +2,22 @@
 
 XLA's kernels are not ours to model: which it takes for a product follows no rule that is published.
 So boosted trees predict the logarithm of its time over ours, from what the product is and what our
-own model of cost says of it. `benchmarks/survey.py` measures, `benchmarks/fit_xla.py` fits. The
-fit is for dense products of 16-bit operands, one matrix each, on all SMs of the GPU measured; what
-was measured is bfloat16, on an H200 and an H100, whose ratios of times differ too little to tell
-apart.
+own model of cost says of it. `benchmarks/survey.py` and `benchmarks/tf32.py` measure,
+`benchmarks/fit_xla.py` fits. Fits are for dense products of 16-bit operands, and of float32 in
+TF32, one matrix each, on all SMs of the GPU measured. What was measured is bfloat16, on an H200 and
+an H100, whose ratios of times differ too little to tell apart, and float32 on an H200.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from ..gemm.dtypes import HALVES
-from ..gemm.problem import GemmProblem
+from ..gemm.problem import GemmProblem, MatrixLayout
 from .cost import Estimate, roofline_ns
 from .device import Device
 
@@ -25,8 +25,8 @@ FITS = Path(__file__).parent / "tables"
 LINE = 64  # elements of 16 bits
 NUM_SMS = 132  # of the GPUs that were surveyed
 XLA_TILES = (128, 256), (256, 128), (128, 128), (64, 256), (192, 192)  # common ones of its kernels
-# Of its times over ours: further off, how far says nothing of other products.
-SHORTEST, LONGEST = 0.6, 1.7
+# Of its times over ours, by kind of product: further off, how far says nothing of other products.
+RATIOS = {"half": (0.6, 1.7), "tf32": (0.5, 2.5)}
 
 # An inner node: the feature's number, its threshold, the trees up to it and above it. A leaf: what
 # it adds to the prediction.
@@ -55,7 +55,7 @@ class Trees:
 class Fit:
     """What was fitted to one kind of GPU."""
 
-    expected: Trees  # of ratios between `SHORTEST` and `LONGEST`
+    expected: Trees  # of ratios within `RATIOS`
     products: int  # that it was fitted to
     error: float  # median, relative, of what was expected of products that the fit had not seen
 
@@ -88,22 +88,38 @@ def _filled(problem: GemmProblem, tile_m: int, tile_n: int) -> float:
     return problem.m * problem.n / (math.ceil(tiles / NUM_SMS) * NUM_SMS * tile_m * tile_n)
 
 
-def is_surveyed(problem: GemmProblem, device: Device) -> bool:
-    """Whether the fit is for such products."""
+def compared(problem: GemmProblem) -> GemmProblem:
+    """Returns the product whose best kernel XLA's time for a product is compared with.
+
+    In TF32 that of operands along K: for others it is often XLA that has to transpose them first.
+    """
+    p = problem
+    if not p.rounds_operands or p.a.major == p.b.major == "k":
+        return p
+    return replace(p, a=MatrixLayout("k", p.k), b=MatrixLayout("k", p.k))
+
+
+def surveyed_kind(problem: GemmProblem, device: Device) -> str | None:
+    """Returns the key of `RATIOS` of products that were surveyed, if it is one of these."""
     p = problem
     plain = p.l == 1 and not (p.groups or p.epilogue or p.promoted)
-    return plain and p.a_dtype == p.b_dtype and p.a_dtype in HALVES and not device.limited
+    if not plain or p.a_dtype != p.b_dtype or device.limited:
+        return None
+    if p.rounds_operands:
+        return "tf32"
+    return "half" if p.a_dtype in HALVES else None
 
 
 def fit_for(problem: GemmProblem, device: Device) -> Fit | None:
     """Returns the fit for a product on a kind of GPU, if there is one."""
-    return read_fit(device.num_sms) if is_surveyed(problem, device) else None
+    kind = surveyed_kind(problem, device)
+    return read_fit(kind, device.num_sms) if kind else None
 
 
 @lru_cache
-def read_fit(num_sms: int) -> Fit | None:
-    """Returns the packaged fit for GPUs of so many SMs."""
-    path = FITS / f"xla_{num_sms}.json"
+def read_fit(kind: str, num_sms: int) -> Fit | None:
+    """Returns the packaged fit for products of a kind, on GPUs of so many SMs."""
+    path = FITS / f"xla_{kind}_{num_sms}.json"
     if not path.exists():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))

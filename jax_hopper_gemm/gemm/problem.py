@@ -255,6 +255,11 @@ class GemmProblem:
         return any(self.d.leading_stride * DTYPES[x].itemsize % SECTOR_BYTES for x in dtypes)
 
     @property
+    def rounds_operands(self) -> bool:
+        """Whether the tensor cores read fewer digits than operands have: float32 in TF32."""
+        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt)
+
+    @property
     def simt_width(self) -> int:
         """As in `GemmSpec`: vectors where all lines of M and N are multiples of their 16 bytes."""
         if not self.simt:
