@@ -30,24 +30,23 @@ from ..primitives.define import Lowering, Rules, define_primitive
 from ..primitives.dot import as_cotangent, entering
 
 
-def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
+def gathered_dot(x: jax.Array, w: jax.Array, axis_name: Any, options: Options) -> jax.Array:
     """Returns the rows of all devices, in the devices' order, times this device's matrix.
 
     Args:
       x: (..., m, K), this device's rows.
       w: (K, N).
       axis_name: the mesh axis, or several.
-      precision, preferred_element_type, cotangent_dtype, implementation: as in `ops.matmul`.
-      max_sms: how many SMs each product may use; None: all.
+      options: of the GEMM on each device.
 
     Returns:
       (..., M, N).
     """
-    (product,) = gathered_dot_p.bind(x, w, with_rows=False, **params)
+    (product,) = gathered_dot_p.bind(x, w, axis_name=axis_name, options=options, with_rows=False)
     return product
 
 
-def scattered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
+def scattered_dot(x: jax.Array, w: jax.Array, axis_name: Any, options: Options) -> jax.Array:
     """Returns this device's rows of the sum of all devices' products.
 
     Args:
@@ -58,18 +57,18 @@ def scattered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     Returns:
       (..., m, N).
     """
-    return scattered_dot_p.bind(x, w, **params)
+    return scattered_dot_p.bind(x, w, axis_name=axis_name, options=options)
 
 
 # Implementations.
 
 
 def _gathered_dot(
-    x: jax.Array, w: jax.Array, *, axis_name: Any, with_rows: bool, **options: Any
+    x: jax.Array, w: jax.Array, *, axis_name: Any, options: Options, with_rows: bool
 ) -> list[jax.Array]:
     """Returns the product, and with `with_rows` the gathered rows."""
     chunks = list(_chunks(x, axis_name))
-    results = [_in_order([_matmul(chunk, w, **options) for chunk in chunks], axis_name)]
+    results = [_in_order([_matmul(chunk, w, options) for chunk in chunks], axis_name)]
     return [*results, _in_order(chunks, axis_name)] if with_rows else results
 
 
@@ -96,11 +95,11 @@ def _in_order(chunks: list[jax.Array], axis_name: Any) -> jax.Array:
     return lax.dynamic_slice_in_dim(twice, start, count * rows, axis=-2)
 
 
-def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any) -> jax.Array:
+def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, options: Options) -> jax.Array:
     count, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
     rows = x.shape[-2] // count
     if not rows:
-        return _matmul(x, w, **options)
+        return _matmul(x, w, options)
     half = rows // 2 if count > 1 else 0
     streams = [(start, size, step) for start, size, step in ((0, half, 1), (half, rows - half, -1))
                if size]  # fmt: skip
@@ -111,7 +110,7 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any
             of_device = (own - step * hop) % count
             part = _rows_of(x, of_device, start, size, count)
             before = None if hop == 1 else _shifted(sums[i], axis_name, step)
-            sums[i] = _matmul(part, w, c=before, **options)
+            sums[i] = _matmul(part, w, options, c=before)
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=-2)
 
 
@@ -148,34 +147,25 @@ def _scattered_dot_tangent(
     return lax.add(scattered_dot(x_tangent, w, **params), scattered_dot(x, w_tangent, **params))
 
 
-def _matmul(a: jax.Array, b: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
-    with contexts.max_sms(max_sms):
-        return matmul(a, b, **options)
+def _matmul(a: jax.Array, b: jax.Array, options: Options, c: Any = None) -> jax.Array:
+    with contexts.max_sms(options.max_sms):
+        return matmul(a, b, c=c, **_as_asked(options))
 
 
-def _of_columns(x: jax.Array, y: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
+def _of_columns(x: jax.Array, y: jax.Array, options: Options) -> jax.Array:
     """Returns the product (K, N) of (..., M, K), transposed, and (..., M, N)."""
     rows = tuple(range(x.ndim - 1))
-    with contexts.max_sms(max_sms):
-        return dot_general(x, y, ((rows, rows), ((), ())), **options)
+    with contexts.max_sms(options.max_sms):
+        return dot_general(x, y, ((rows, rows), ((), ())), **_as_asked(options))
+
+
+def _as_asked(options: Options) -> dict[str, Any]:
+    """Returns options as arguments of `ops.matmul`, which takes `max_sms` from its context."""
+    names = ("precision", "preferred_element_type", "cotangent_dtype", "implementation")
+    return {name: getattr(options, name) for name in names}
 
 
 # Rules for derivatives and `vmap`.
-
-
-def _options(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that a GEMM on one device shares."""
-    return {key: x for key, x in params.items() if key not in ("axis_name", "with_rows")}
-
-
-def _entering(
-    primal: Any, cotangent: Any, other: Any, params: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Returns a cotangent and parameters as `dot.entering` does."""
-    names = "preferred_element_type", "cotangent_dtype"
-    asked = Options(**{name: params[name] for name in names})
-    cotangent, options = entering(primal, cotangent, other, asked)
-    return cotangent, params | {name: getattr(options, name) for name in names}
 
 
 def _moves(tangent: Any) -> bool:
@@ -198,30 +188,28 @@ def _gathered_dot_jvp(
     if _moves(x_tangent):
         moved = [[x] for x in gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params)]
     if _moves(w_tangent):
-        moved[0].append(_matmul(results[1], w_tangent, **_options(params)))
+        moved[0].append(_matmul(results[1], w_tangent, params["options"]))
     results = results[: 1 + with_rows]
     return results, [_total(terms, y) for terms, y in zip(moved, results, strict=False)]
 
 
 def _gathered_dot_transpose(
-    cotangents: Any, x: Any, w: Any, *, with_rows: bool, **params: Any
+    cotangents: Any, x: Any, w: Any, *, axis_name: Any, options: Options, with_rows: bool
 ) -> list[Any]:
     product = cotangents[0]
     if ad.is_undefined_primal(w):
         if not _moves(product):
             return [None, None]
-        product, params = _entering(w.aval, product, x, params)
-        rows = _in_order(list(_chunks(x, params["axis_name"])), params["axis_name"])
-        return [None, as_cotangent(w.aval, _of_columns(rows, product, **_options(params)))]
+        product, options = entering(w.aval, product, x, options)
+        rows = _in_order(list(_chunks(x, axis_name)), axis_name)
+        return [None, as_cotangent(w.aval, _of_columns(rows, product, options))]
     terms = []
     if _moves(product):
-        product, of_x = _entering(x.aval, product, w, params)
-        terms.append(as_cotangent(x.aval, scattered_dot(product, w.T, **of_x)))
+        product, options = entering(x.aval, product, w, options)
+        terms.append(as_cotangent(x.aval, scattered_dot(product, w.T, axis_name, options)))
     if with_rows and _moves(cotangents[1]):
         axis = cotangents[1].ndim - 2
-        terms.append(
-            lax.psum_scatter(cotangents[1], params["axis_name"], scatter_dimension=axis, tiled=True)
-        )
+        terms.append(lax.psum_scatter(cotangents[1], axis_name, scatter_dimension=axis, tiled=True))
     return [_total(terms, x) if terms else None, None]
 
 
@@ -235,24 +223,28 @@ def _scattered_dot_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any,
     return product, scattered_dot_tangent_p.bind(x_tangent, w_tangent, x, w, **params)
 
 
-def _scattered_dot_transpose(cotangent: Any, x: Any, w: Any, **params: Any) -> list[Any]:
+def _scattered_dot_transpose(
+    cotangent: Any, x: Any, w: Any, *, axis_name: Any, options: Options
+) -> list[Any]:
     if ad.is_undefined_primal(w):
-        axis_name = params["axis_name"]
-        cotangent, params = _entering(w.aval, cotangent, x, params)
+        cotangent, options = entering(w.aval, cotangent, x, options)
         rows = _in_order(list(_chunks(cotangent, axis_name)), axis_name)
-        return [None, as_cotangent(w.aval, _of_columns(x, rows, **_options(params)))]
-    cotangent, params = _entering(x.aval, cotangent, w, params)
-    return [as_cotangent(x.aval, gathered_dot(cotangent, w.T, **params)), None]
+        return [None, as_cotangent(w.aval, _of_columns(x, rows, options))]
+    cotangent, options = entering(x.aval, cotangent, w, options)
+    return [as_cotangent(x.aval, gathered_dot(cotangent, w.T, axis_name, options)), None]
 
 
 def _scattered_dot_tangent_transpose(
-    cotangent: Any, x_tangent: Any, w_tangent: Any, x: Any, w: Any, **params: Any
-) -> list[Any]:
+    cotangent: Any, x_tangent: Any, w_tangent: Any, x: Any, w: Any, *, axis_name: Any,
+    options: Options,
+) -> list[Any]:  # fmt: skip
     """Uses one ring for both gradients: dgrad gathers the rows that wgrad contracts."""
-    _, of_columns = _entering(w_tangent.aval, cotangent, x, params)
-    cotangent, params = _entering(x_tangent.aval, cotangent, w, params)
-    of_x, rows = gathered_dot_p.bind(cotangent, w.T, with_rows=True, **params)
-    of_w = _of_columns(x, rows, **_options(of_columns))
+    _, of_columns = entering(w_tangent.aval, cotangent, x, options)
+    cotangent, options = entering(x_tangent.aval, cotangent, w, options)
+    of_x, rows = gathered_dot_p.bind(
+        cotangent, w.T, axis_name=axis_name, options=options, with_rows=True
+    )
+    of_w = _of_columns(x, rows, of_columns)
     return [as_cotangent(x_tangent.aval, of_x), as_cotangent(w_tangent.aval, of_w), None, None]
 
 

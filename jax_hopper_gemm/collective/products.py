@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import varying_together
+from ..gemm.product import Options
 from ..ops.activations import Activation, activation_function
 from ..ops.checks import as_arrays, as_cotangent_dtype, as_result_dtype, layers
 from ..ops.contexts import current_max_sms, refuse_batch_invariance
@@ -128,11 +129,9 @@ def _ring(
     precision, preferred, cotangent_dtype, implementation = options
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     missing = tuple(set(names) - jax.typeof(x).manual_axis_type.varying)
-    return dot(
-        *varying_together(lax.pcast(x, missing, to="varying") if missing else x, w),
-        axis_name=names if isinstance(axis_name, list) else axis_name,
-        precision=tuple(precision) if isinstance(precision, list) else precision,
-        preferred_element_type=as_result_dtype(op, preferred, several=False),
-        cotangent_dtype=as_cotangent_dtype(op, cotangent_dtype),
-        implementation=implementation, max_sms=current_max_sms(),
+    asked = Options(
+        implementation, precision, as_result_dtype(op, preferred, several=False),
+        max_sms=current_max_sms(), cotangent_dtype=as_cotangent_dtype(op, cotangent_dtype),
     )  # fmt: skip
+    pair = varying_together(lax.pcast(x, missing, to="varying") if missing else x, w)
+    return dot(*pair, names if isinstance(axis_name, list) else axis_name, asked)

@@ -124,16 +124,6 @@ class Call:
                 values[i], named[name] = sources[i].array, sources[i].indices
         return replace(self, request=request, values=tuple(values), **named)
 
-    def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
-        """Returns the same product where an operand is rows, given whole, that indices pick."""
-        request, length = self.request, rows.type.shape[0]
-        assert request.groups
-        field = "lhs_shape" if operand == "a" else "rhs_shape"
-        source_rows, *row = getattr(request, field)
-        shape: dict[str, Any] = {field: (length, *row)}
-        groups = replace(request.groups, gathered=operand, source_rows=source_rows)
-        return replace(self, request=replace(request, groups=groups, **shape), rows=rows)
-
 
 def device_of(ctx: mlir.LoweringRuleContext) -> Device:
     """Returns the kind of GPU that the program is for, and what else runs on it."""
@@ -192,43 +182,52 @@ def product_at(value: Any) -> Call | None:
         precision = _precision(operation)
     else:
         return None
-    lhs, rhs, *others = map(_whole, operation.operands)
-    indexed = operation.attributes[INDEXED].value if INDEXED in operation.attributes else None
-    if (request := request_between(subscripts, lhs, rhs, value, indexed)) is None:
-        return None
-    limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
-    invariant = BATCH_INVARIANT in operation.attributes
-    asked = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
-    request = replace(request, options=asked)
-    if SPANS in operation.attributes:
-        rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
-        sizes, *rows = others
-        groups = GroupedAxis.of(subscripts, rule, sizes.type.shape[0])
-        call = Call(replace(request, groups=groups), (lhs, rhs), sizes=sizes)
-        if GATHERED in operation.attributes:
-            call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
-        return call
-    return Call(request, (lhs, rhs), index=others[0] if indexed else None)
+    found = operation.attributes
+    limit, gathered, indexed, spans = (
+        found[name].value if name in found else None for name in (MAX_SMS, GATHERED, INDEXED, SPANS)
+    )
+    invariant, rule = BATCH_INVARIANT in found, spans and Groups(*map(int, spans.split(",")))
+    options = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
+    return call_between(
+        subscripts, options, list(map(_whole, operation.operands)), value,
+        rule=rule, gathered=gathered, indexed=indexed,
+    )  # fmt: skip
 
 
-def request_between(
-    subscripts: Subscripts, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
-) -> Request | None:
-    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
+def call_between(
+    subscripts: Subscripts, options: Options, operands: Sequence[Any], out: Any, *,
+    rule: Groups | None = None, gathered: Literal["a", "b"] | None = None,
+    indexed: Literal["a", "b"] | None = None,
+) -> Call | None:  # fmt: skip
+    """Returns the bare product of MLIR values; None for dtypes that no kernel stores.
 
-    Of the operand `indexed`, as in `Request`, the value is the stack.
+    Args:
+      operands: the left one, the right one; sizes where `rule` says which runs belong to groups,
+        behind them indices where rows are gathered; or the index of a matrix.
+      out: the product.
+      gathered, indexed: as in `Request`; that operand is given whole.
     """
+    lhs, rhs, *others = operands
     names = [str(x.type.element_type) for x in (lhs, rhs, out)]
     if not MLIR_DTYPES.keys() >= {*names}:
         return None
     a, b, d = (MLIR_DTYPES[name] for name in names)
-    request = Request(subscripts, tuple(lhs.type.shape), a, tuple(rhs.type.shape), b, d)
-    if indexed is None:
-        return request
-    field = "lhs_shape" if indexed == "a" else "rhs_shape"
-    stack, *shape = getattr(request, field)
-    named: dict[str, Any] = {field: tuple(shape)}
-    return replace(request, indexed=indexed, stack=stack, **named)
+    shapes = {"a": tuple(lhs.type.shape), "b": tuple(rhs.type.shape)}
+    asked, read = dict[str, Any](), dict[str, Any]()
+    if rule:
+        read["sizes"], *rows = others
+        groups = GroupedAxis.of(subscripts, rule, read["sizes"].type.shape[0])
+        if gathered:
+            read["rows"], (source_rows, *row) = rows[0], shapes[gathered]
+            shapes[gathered] = (rows[0].type.shape[0], *row)
+            groups = replace(groups, gathered=gathered, source_rows=source_rows)
+        asked["groups"] = groups
+    elif indexed:
+        stack, *matrix = shapes[indexed]
+        shapes[indexed] = tuple(matrix)
+        asked, read = {"indexed": indexed, "stack": stack}, {"index": others[0]}
+    request = Request(subscripts, shapes["a"], a, shapes["b"], b, d, options, **asked)
+    return Call(request, (lhs, rhs), **read)
 
 
 def _whole(value: Any) -> Any:

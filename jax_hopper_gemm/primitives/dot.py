@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from .. import sharding
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
-from ..lowering.call import Call, mark_options, request_between
+from ..lowering.call import Call, call_between, mark_options
 from ..lowering.devices import padded_partitions, with_partitions
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
@@ -201,10 +201,7 @@ def _lower_partitioned(
 def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call | None:
     """Returns the bare product that `_lower_partitioned` emitted; see `sharding.product_at`."""
     subscripts = Subscripts.parse(words["subscripts"])
-    lhs, rhs = operands
-    if (request := request_between(subscripts, lhs, rhs, value)) is None:
-        return None
-    return Call(replace(request, options=options_of_words(words)), (lhs, rhs))
+    return call_between(subscripts, options_of_words(words), operands, value)
 
 
 def _product_of_shards(

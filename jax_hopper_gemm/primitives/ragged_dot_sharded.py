@@ -24,10 +24,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from ..gemm.groups import GROUP, GroupedAxis, Groups
+from ..gemm.groups import GROUP, Groups
 from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
-from ..lowering.call import Call, request_between
+from ..lowering.call import Call, call_between
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import emit
 from ..sharding.shard import ShardContext
@@ -201,14 +201,10 @@ def call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call 
 
     None where an axis has two letters.
     """
-    lhs, rhs, sizes = operands
-    subscripts = Subscripts.parse(words["subscripts"])
-    request = request_between(subscripts, lhs, rhs, value)
-    if request is None or len(lhs.type.shape) > len(subscripts.lhs):
+    subscripts, rule = Subscripts.parse(words["subscripts"]), Groups(*words["spans"])
+    if len(operands[0].type.shape) > len(subscripts.lhs):
         return None
-    axis = GroupedAxis.of(subscripts, Groups(*words["spans"]), sizes.type.shape[0])
-    request = replace(request, options=options_of_words(words), groups=axis)
-    return Call(request, (lhs, rhs), sizes=sizes)
+    return call_between(subscripts, options_of_words(words), operands, value, rule=rule)
 
 
 # On a device.

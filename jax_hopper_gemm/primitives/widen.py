@@ -84,5 +84,5 @@ hopper_widen_p = define_primitive(
     "hopper_widen",
     _reference,
     rules=Rules(jvp="reference", batch=_batch),
-    lowering=Lowering(_lower_for_cuda, shared=False),
+    lowering=Lowering(_lower_for_cuda),
 )
