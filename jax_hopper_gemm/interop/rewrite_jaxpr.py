@@ -24,7 +24,7 @@ from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from ..fusion.jaxprs import CALLS, spliced, traced_once
+from ..fusion.jaxprs import CALLS, in_place_of
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
@@ -294,17 +294,13 @@ def _of_halves(equation: Any) -> bool:
 
 def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     """Returns the equations of our product that replace a ragged one of JAX."""
-    avals, params = [atom.aval for atom in equation.invars], equation.params
-    with equation.ctx.manager:
-        closed = traced_once(
-            ragged_dot_general, *avals,
-            ragged_dot_dimension_numbers=params["ragged_dot_dimension_numbers"],
-            precision=params["precision"], preferred_element_type=params["preferred_element_type"],
-            out_sharding=_out_sharding(equation),
-            recipe=rewriting.recipe if _of_halves(equation) else None,
-            implementation=rewriting.implementation,
-        )  # fmt: skip
-        return spliced(equation, closed)
+    names = "ragged_dot_dimension_numbers", "precision", "preferred_element_type"
+    return in_place_of(
+        equation, ragged_dot_general, **{name: equation.params[name] for name in names},
+        out_sharding=_out_sharding(equation),
+        recipe=rewriting.recipe if _of_halves(equation) else None,
+        implementation=rewriting.implementation,
+    )  # fmt: skip
 
 
 def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Literal
 
-from ..fusion.jaxprs import spliced, traced
+from ..fusion.jaxprs import in_place_of
 from ..fusion.residuals import variables
 from ..gemm.dtypes import HALVES
 from ..primitives.rows import add_rows_p
@@ -46,9 +46,8 @@ def _replaced(
         if equation.primitive is lax.scatter_add_p and not zeros.isdisjoint(to):
             one_device = not any(x.aval.sharding.mesh.explicit_axes for x in equation.invars)
             if one_device and chosen(equation):
-                with equation.ctx.manager:  # of its mesh
-                    avals = [x.aval for x in equation.invars]
-                    new += spliced(equation, traced(partial(function, equation), *avals))
+                params = {x: equation.params[x] for x in ("dimension_numbers", "mode")}
+                new += in_place_of(equation, function, **params)
                 continue
         new.append(equation)
     return new
@@ -81,12 +80,12 @@ def _is_pick(equation: Any) -> bool:
     )
 
 
-def _choice(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+def _choice(zeros: Any, indices: Any, updates: Any, *, dimension_numbers: Any, mode: Any) -> Any:
     """Chooses the update where the index is that of the element."""
-    numbers, shape = equation.params["dimension_numbers"], zeros.shape
+    numbers, shape = dimension_numbers, zeros.shape
     (axis,), batch = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
     rows = [shape[x] for x in batch]
-    indices = _counting(indices, equation.params["mode"], shape[axis])
+    indices = _counting(indices, mode, shape[axis])
     indices, updates = (
         lax.broadcast_in_dim(lax.reshape(x, rows), shape, batch) for x in (indices, updates)
     )
@@ -127,10 +126,10 @@ def _adds_rows(equation: Any) -> bool:
     )
 
 
-def _product(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+def _product(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> Any:
     """Multiplies the updates by ones at their indices and zeros."""
     extent = zeros.shape[0]
-    indices = _counting(indices, equation.params["mode"], extent)
+    indices = _counting(indices, mode, extent)
     axes = tuple(range(indices.ndim - 1))
     along = lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], extent), len(axes))
     ones = lax.convert_element_type(along == indices, updates.dtype)
@@ -138,10 +137,10 @@ def _product(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
     return lax.dot_general(ones, updates, numbers, preferred_element_type=updates.dtype)
 
 
-def _row_sums(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+def _row_sums(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> Any:
     """Adds the updates to the rows at their indices."""
     length = zeros.shape[0]
-    indices = _counting(indices, equation.params["mode"], length)
+    indices = _counting(indices, mode, length)
     rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")
     x = lax.reshape(updates, (rows.size, zeros.size // length))
     total = add_rows_p.bind(x, rows, length=length, scattered=True)
