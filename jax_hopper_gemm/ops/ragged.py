@@ -140,7 +140,7 @@ def ragged_dot(
         scales["bias"] = jnp.expand_dims(bias, 1)
     steps = Steps(op, tuple(scales), activation_function(activation), epilogue)
     operands = *scales.values(), *operands
-    return run_with_epilogue(op, arrays, operands, steps, options, out_sharding)
+    return run_with_epilogue(arrays, operands, steps, options, out_sharding)
 
 
 @takes_batch_invariant

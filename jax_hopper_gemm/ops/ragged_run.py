@@ -196,7 +196,7 @@ def _traced_product(
         shape = (count, left.shape[1], right.shape[1])
         like = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
         own = (*operands[:place], *c, *operands[place + 1 :])
-        follow = traced(steps.op, steps, (like,), own, dtype, dtypes)
+        follow = traced(steps, (like,), own, dtype, dtypes)
         results = fused_dot(
             follow.function, (left, right), follow.operands,
             whole.with_options(preferred_element_type=dtype), out_dtypes=follow.dtypes,
@@ -211,7 +211,6 @@ def _traced_product(
 
 
 def run_with_epilogue(
-    op: str,
     arrays: RaggedArrays,
     operands: tuple[Any, ...],
     function: Steps | Gate,
@@ -221,7 +220,6 @@ def run_with_epilogue(
     """Returns a function of ragged products of rows, by the numbers `BASIC`.
 
     Args:
-      op: what the user called, for messages.
       operands: the function's; those of rank 3 have an entry for each group.
       options: with a dtype of the product, or a tuple of the results' dtypes.
     """
@@ -229,33 +227,33 @@ def run_with_epilogue(
     arrays, operands = jax.tree.unflatten(structure, varying_together(*leaves))
     lhs, rights, sizes, _, rows, _ = arrays
     if is_explicit(lhs, *rights, sizes, rows, *operands):
-        with_epilogue = partial(run_with_epilogue, op, function=function, options=options)
+        with_epilogue = partial(run_with_epilogue, function=function, options=options)
         if out_sharding is None:
-            out_sharding = arrays.sharding_of_product(op, BASIC)
+            out_sharding = arrays.sharding_of_product(function.op, BASIC)
         if getattr(function, "epilogue", None) is not None:
             shape = (lhs if rows is None else rows).shape[0], rights[0].shape[-1]
             both = arrays, operands
             out_sharding = shardings_of_results(with_epilogue, both, out_sharding, shape)
         return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
     if out_sharding is not None:
-        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding, BASIC)}")
+        reason = left_to_lax(lhs, rights[0], sizes, out_sharding, BASIC)
+        raise ValueError(f"{function.op}: {reason}")
     options = with_range(options, function, lhs)
     own, seen = settled(
-        op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
+        function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
         eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
     )  # fmt: skip
     consts = seen[len(operands) :]
     if any(x.ndim == 3 for x in consts):  # they would be by groups
         own, consts = function, ()
     dtypes = result_dtypes(function, options.preferred_element_type)
-    return _traced_with_epilogue(arrays, (*operands, *consts), op, own, options, dtypes)
+    return _traced_with_epilogue(arrays, (*operands, *consts), own, options, dtypes)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
+@partial(jax.jit, static_argnums=(2, 3, 4), inline=INLINE)
 def _traced_with_epilogue(
     arrays: RaggedArrays,
     operands: tuple[Any, ...],
-    op: str,
     function: Steps | Gate | Settled,
     options: Options,
     dtypes: tuple[Any, ...] | None,
@@ -265,7 +263,7 @@ def _traced_with_epilogue(
     options = arrays.canonical(options)
     dtype, length = options.preferred_element_type, lhs.shape[0]
     products = arrays.wide_products(options)
-    steps = traced(op, function, products, arrays.seen_from_rows(operands), dtype, dtypes)
+    steps = traced(function, products, arrays.seen_from_rows(operands), dtype, dtypes)
     sizes, groups = sizes_and_groups(as_int32(arrays.sizes), arrays.offset, count, length)
     subscripts = VARLEN_M_GATE_UP if planes else VARLEN_M_KN
     if blocks:  # K comes last
