@@ -44,7 +44,7 @@ from ..primitives.accelerated import (
 from ..primitives.define import request_of
 from .converted import RAGGED, with_converted_operands
 from .fuse_jaxpr import fused
-from .scatters import with_choices, with_products, with_row_sums
+from .scatters import without_scatters
 from .weights import Marks, Weights
 
 # Primitives whose jaxprs are ordinary programs. The jaxpr of any other primitive may be a kernel,
@@ -254,7 +254,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     fuse = rewriting.fuse and not _symbolic(inner)
     original, inner = inner, with_converted_operands(with_equations_of_accelerated(inner))
     if fuse:
-        inner = inner.replace(eqns=with_products(inner.eqns))
+        inner = inner.replace(eqns=without_scatters(inner.eqns))
     weights = Weights(inner, rewriting.weights)
     recipe_of = partial(_recipe_of, recipe=rewriting.recipe, weights=weights)
     new: list[Any] = []
@@ -267,7 +267,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             new.append(equation)
     outvars = inner.outvars
     if fuse:
-        new, outvars = fused(with_row_sums(with_choices(new)), outvars)
+        new, outvars = fused(new, outvars)
     same = len(new) == len(original.eqns) and all(map(operator.is_, new, original.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)
 

@@ -17,7 +17,6 @@ One GPU finds the rows of each sum by a sort, and reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from jax import lax
@@ -33,24 +32,30 @@ LEAST_SHARE = 256  # of cotangents, for each row of it
 LEAST_ROW, LEAST_MOVED = 64, 2**20  # elements of a row, and of all that are put back in order
 
 
-def _replaced(
-    equations: Iterable[Any], chosen: Callable[[Any], bool], function: Callable[..., Any]
-) -> list[Any]:
-    """Returns the equations; instead of scatters into zeros that are chosen those of `function`."""
+def without_scatters(equations: Iterable[Any]) -> list[Any]:
+    """Returns the equations; instead of scatters into zeros what computes the same faster."""
     new: list[Any] = []
     zeros: set[Any] = set()
     for equation in equations:
         if _is_zero(equation):
             zeros.update(equation.outvars)
-        to = variables(equation.invars[:1])
-        if equation.primitive is lax.scatter_add_p and not zeros.isdisjoint(to):
-            one_device = not any(x.aval.sharding.mesh.explicit_axes for x in equation.invars)
-            if one_device and chosen(equation):
-                params = {x: equation.params[x] for x in ("dimension_numbers", "mode")}
-                new += in_place_of(equation, function, **params)
-                continue
-        new.append(equation)
+        adds = equation.primitive is lax.scatter_add_p
+        to_zeros = adds and not zeros.isdisjoint(variables(equation.invars[:1]))
+        if to_zeros and (function := _faster(equation)):
+            params = {x: equation.params[x] for x in ("dimension_numbers", "mode")}
+            new += in_place_of(equation, function, **params)
+        else:
+            new.append(equation)
     return new
+
+
+def _faster(equation: Any) -> Callable[..., Any] | None:
+    """Returns what computes a scatter faster: a product, a choice or `add_rows`; None: nothing."""
+    if any(x.aval.sharding.mesh.explicit_axes for x in equation.invars):
+        return None
+    if _is_lookup(equation):
+        return _product
+    return _choice if _is_pick(equation) else _row_sums if _puts_back(equation) else None
 
 
 def _is_zero(equation: Any) -> bool:
@@ -154,9 +159,3 @@ def _counting(indices: Any, mode: Any, extent: int) -> Any:
     if mode != lax.GatherScatterMode.CLIP:
         return indices
     return lax.clamp(indices.dtype.type(0), indices, indices.dtype.type(extent - 1))
-
-
-# One number a row becomes a choice, many 16-bit rows into few a product, others `add_rows`.
-with_choices = partial(_replaced, chosen=_is_pick, function=_choice)
-with_products = partial(_replaced, chosen=_is_lookup, function=_product)
-with_row_sums = partial(_replaced, chosen=_puts_back, function=_row_sums)
