@@ -24,8 +24,6 @@ _ROUNDED = {DTYPES[name].algorithm: name for name in HALVES}
 
 def with_converted_operands(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a jaxpr whose products have operands of the dtype that they multiply."""
-    if not any(map(_multiplied, jaxpr.eqns)):
-        return jaxpr
     new: list[Any] = []
     for equation in jaxpr.eqns:
         if dtype := _multiplied(equation):
