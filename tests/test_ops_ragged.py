@@ -333,6 +333,18 @@ def test_explicit_mesh_axes_of_rows_and_columns_stay(options):
     np.testing.assert_array_equal(here, out)
 
 
+def test_explicit_mesh_axes_stay_where_axes_outside_of_the_ragged_one_are_contracted():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    numbers = lax.RaggedDotDimensionNumbers((([0, 1], [0, 1]), ([], [])), [1], [])
+    rows, rhs, sizes = np.ones((3, 8, 4)), np.ones((3, 8, 6)), np.array([[3, 5]] * 3)
+    with jax.set_mesh(mesh):
+        lhs = jax.device_put(rows, NamedSharding(mesh, P(None, None, "x")))
+        out = jhg.ragged_dot_general(lhs, rhs, sizes, numbers)
+        assert jax.typeof(out).sharding.spec == P(None, "x", None)
+    theirs = lax.ragged_dot_general(rows, rhs, sizes, numbers)
+    np.testing.assert_array_equal(out, theirs)
+
+
 def test_a_sharding_that_explicit_mesh_axes_leave_open_is_asked_for():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     placed = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-from .flatten import Equation
+from .flatten import MOVES, Equation
 from .op_table import Uncovered
 
 # For each dimension of an array the letter of D that it goes along; None: constant along it.
 Axes = tuple[str | None, ...]
 
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 class Place:
@@ -49,7 +48,7 @@ def is_layout(equation: Equation) -> bool:
     """Whether an equation moves elements and computes nothing: a sum of one element does not."""
     if equation.name in REDUCTIONS:
         return all(equation.inputs[0].shape[d] == 1 for d in equation.params["axes"])
-    return equation.name in _LAYOUT
+    return equation.name in MOVES
 
 
 def moved(equation: Equation, axes: Axes) -> Axes:

@@ -88,7 +88,7 @@ def fuse(
     tracker = Tracker(program, place, Builder(num_accumulators, out), grouped)
     if not any(map(tracker.depends, program.outputs)):
         raise NotFusable("no output of the function depends on the product")
-    cuts = [_Cut(program, tracker, num_accumulators, late) for late in (False, True)]
+    cuts = [_Cut(program, tracker, late) for late in (False, True)]
     return min(cuts, key=lambda cut: (cut.compares_other_bits, cut.stored_bytes)).fusion()
 
 
@@ -101,17 +101,15 @@ class _Cut:
     the derivative of a maximum compares each element.
     """
 
-    def __init__(
-        self, program: Program, tracker: Tracker, num_accumulators: int, from_accumulators: bool
-    ):
+    def __init__(self, program: Program, tracker: Tracker, from_accumulators: bool):
         self._program, self._tracker = program, tracker
         self._builder, self._place = tracker.builder, tracker.place
-        self._num_accumulators = num_accumulators
+        self._operands = program.inputs[self._builder.num_accumulators :]
         self._from_accumulators = from_accumulators
         self._matrices: list[Result] = []
         self._others: list[Result] = []
         self._steps: dict[Equation | Variable, Step] = {}
-        self._known: set[Variable] = set(program.inputs[num_accumulators:])
+        self._known: set[Variable] = set(self._operands)
         self._run: set[Equation] = set()
         self._arranged: set[str] = set()
         for atom in program.outputs:
@@ -168,7 +166,7 @@ class _Cut:
             finish=partial(
                 finish, {result: self._shape(result) for result in kept},
                 dict(zip(requested, spelled, strict=True)), tuple(steps),
-                self._program.inputs[self._num_accumulators :], self._program.outputs,
+                self._operands, self._program.outputs,
             ),
         )  # fmt: skip
 
@@ -275,7 +273,7 @@ class _Cut:
             return False
         if not self._from_accumulators or variable not in self._tracker.producers:
             return True
-        return value < self._num_accumulators
+        return value < self._builder.num_accumulators
 
     def _evaluate(self, equation: Equation) -> None:
         if equation in self._run:

@@ -45,6 +45,7 @@ class Constant:
 
 
 Atom = Variable | Constant
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")  # operations that move elements
 VARYING = ("pvary",)  # operations that say over which mesh axes an array varies
 
 
@@ -170,7 +171,6 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "pow": _exactly(np.power),
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
-_RESHAPING = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _SAME = {"convert_element_type", "copy", "stop_gradient", *VARYING}
 
 
@@ -182,7 +182,7 @@ def _fold(eqn: Any, arguments: Sequence[Atom]) -> Constant | None:
     out, name = _variable(eqn.outvars[0]), eqn.primitive.name
     values = [np.asarray(c.value, c.dtype) for c in constants]
     with np.errstate(all="ignore"):
-        if name in _RESHAPING | _SAME:
+        if name in _SAME.union(MOVES):
             value = values[0]
         elif name == "div" and out.dtype == np.float32:
             value = values[0] / values[1]

@@ -108,6 +108,13 @@ def _traced_once(function: Any, avals: Any, names: Any, *values: Any) -> ClosedJ
     return traced(partial(function, **dict(zip(names, values, strict=True))), *avals)
 
 
+def in_place_of(equation: Any, function: Callable[..., Any], **params: Any) -> list[Any]:
+    """Returns the equations of a function of an equation's operands, to stand in its place."""
+    with equation.ctx.manager:  # of its mesh
+        closed = traced_once(function, *(x.aval for x in equation.invars), **params)
+    return spliced(equation, closed)
+
+
 def abstract(function: Callable[..., Any], *args: Any) -> Any:
     """Returns the abstract values of a function's outputs, in their structure.
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
+from .flatten import MOVES
 from .jaxprs import CALLS, is_inexact
 from .op_table import COMPARISONS, SAME
 
@@ -22,11 +23,8 @@ _STEPS = {"sign", "floor", "ceil", "round", "rem"}
 _KINKS = {"clamp", "max", "min"}  # operations whose derivative jumps
 _ROUNDING = {"convert_element_type", "reduce_precision"}
 _BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
-_MOVES = {
-    "broadcast_in_dim", "convert_element_type", "live_rows", "reshape", "squeeze", "transpose",
-    *SAME,
-}  # fmt: skip
-_HOMOGENEOUS = {"abs", "max", "min", "neg", *_MOVES}  # f(s * x, 0) = s * f(x, 0) for s > 0
+_KEEPING = {"convert_element_type", "live_rows", *MOVES, *SAME}
+_HOMOGENEOUS = {"abs", "max", "min", "neg", *_KEEPING}  # f(s * x, 0) = s * f(x, 0) for s > 0
 
 
 def read_across_a_jump(
@@ -61,7 +59,7 @@ class _Search:
         for equation in equations:
             name, atoms = equation.primitive.name, equation.invars
             sources = frozenset().union(*map(self._sources_of, atoms))
-            if name in _MOVES and self._is_zero(atoms[0]):
+            if name in _KEEPING and self._is_zero(atoms[0]):
                 self._zeros.update(equation.outvars)
             elif not sources:
                 continue

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..gemm.dtypes import DTYPES, EPILOGUE, QUANTIZED, RESULTS, names
+from .flatten import Equation
 from .graph_builder import Builder
 
 NUMBERS, HELD = RESULTS, EPILOGUE  # dtypes of values that graphs hold
@@ -33,23 +34,15 @@ def covered(name: str) -> bool:
     return name in _RULES
 
 
-def apply(
-    builder: Builder,
-    name: str,
-    params: dict[str, Any],
-    arguments: Sequence[int],
-    dtypes: Sequence[str],
-    dtype: str,
-) -> int:
-    """Returns the value of a `jax.lax` primitive; raises Uncovered where no kernel computes it.
-
-    Dtypes of the arguments, which are values, and of the result are as the jaxpr has them.
-    """
+def apply(builder: Builder, equation: Equation, arguments: Sequence[int]) -> int:
+    """Returns the value of an equation; raises Uncovered where no kernel computes it."""
+    name, (out, *_) = equation.name, equation.outputs
+    dtypes, dtype = [x.dtype.name for x in equation.inputs], out.dtype.name
     # Those that are stored alone, and accumulators that are integers, are only converted.
     held = {*HELD, *STORED, *SUMS} if name in _CONVERSIONS else set(HELD)
     if name not in _RULES or not {*dtypes, dtype} <= held:
         raise Uncovered(name)
-    value = _RULES[name](builder, arguments, dtypes, dtype, params)
+    value = _RULES[name](builder, arguments, dtypes, dtype, equation.params)
     if dtype in NARROW and name not in _EXACT:
         return builder.node("convert", value, params=(dtype,))
     return value

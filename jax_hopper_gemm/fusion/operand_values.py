@@ -112,14 +112,10 @@ class FreeVariables:
             return self._reduced(equation, axes)
         if cast or equation.kept or len(equation.outputs) != 1 or not op_table.covered(name):
             raise Uncovered(name)
-        out = equation.outputs[0]
         if name == "convert_element_type" and inputs[0].dtype.name not in op_table.HELD:
-            return self.value(inputs[0], axes, out.dtype.name)
-        return op_table.apply(
-            self._builder, name, equation.params,
-            [self.value(x, axes if x.shape else ()) for x in inputs],
-            [x.dtype.name for x in inputs], out.dtype.name,
-        )  # fmt: skip
+            return self.value(inputs[0], axes, equation.outputs[0].dtype.name)
+        values = [self.value(x, axes if x.shape else ()) for x in inputs]
+        return op_table.apply(self._builder, equation, values)
 
     def _reduced(self, equation: Equation, axes: Axes) -> int:
         """Returns a reduction over whole rows; the input's rows must lie where D's do."""

@@ -198,10 +198,7 @@ class Tracker:
             else self._free.value(atom, axes if atom.shape else ())
             for atom in equation.inputs
         ]
-        return op_table.apply(
-            self.builder, equation.name, equation.params, values,
-            [atom.dtype.name for atom in equation.inputs], equation.outputs[0].dtype.name,
-        )  # fmt: skip
+        return op_table.apply(self.builder, equation, values)
 
     # Operations that are results of the kernel.
 

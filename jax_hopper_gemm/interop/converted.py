@@ -9,13 +9,12 @@ kernels read as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from ..fusion.jaxprs import spliced, traced_once
+from ..fusion.jaxprs import in_place_of
 from ..gemm.dtypes import DTYPES, HALVES, converts, name_of
 
 RAGGED = "ragged_dot_general"
@@ -25,12 +24,13 @@ _ROUNDED = {DTYPES[name].algorithm: name for name in HALVES}
 
 def with_converted_operands(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a jaxpr whose products have operands of the dtype that they multiply."""
-    if not any(map(_multiplied, jaxpr.eqns)):
-        return jaxpr
     new: list[Any] = []
     for equation in jaxpr.eqns:
-        dtype = _multiplied(equation)
-        new += [equation] if dtype is None else _converted(equation, dtype)
+        if dtype := _multiplied(equation):
+            params = {"dtype": dtype, "primitive": equation.primitive, **equation.params}
+            new += in_place_of(equation, _product, **params)
+        else:
+            new.append(equation)
     return jaxpr.replace(eqns=new)
 
 
@@ -47,15 +47,6 @@ def _multiplied(equation: Any) -> str | None:
     if dtype is None or equation.primitive.name == RAGGED:
         return None
     return dtype if "float32" in (lhs, rhs) and {lhs, rhs} <= {"float32", dtype} else None
-
-
-def _converted(equation: Any, dtype: str) -> Sequence[Any]:
-    avals = [x.aval for x in equation.invars]
-    with equation.ctx.manager:  # of its mesh
-        closed = traced_once(
-            _product, *avals, dtype=dtype, primitive=equation.primitive, **equation.params
-        )
-        return spliced(equation, closed)
 
 
 def _product(lhs: Any, rhs: Any, *sizes: Any, dtype: str, primitive: Any, **params: Any) -> Any:

@@ -1,11 +1,11 @@
 """What each variable of a program depends on: products, elementwise or in any way.
 
-Products are bits of masks, in the program's order.
+Products are bits of masks, in the program's order. `ordered` puts launches among the equations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -254,6 +254,54 @@ def dependence(equations: Sequence[Any], among: Iterable[int]) -> Callable[[int,
         if mask:
             of.update(dict.fromkeys(equation.outvars, mask))
     return lambda one, other: bool(found[one] & bits[other])
+
+
+class NoPlace(Exception):
+    """A launch has no place among the equations: it cannot run before what it reads."""
+
+    def __init__(self, launch: Any):
+        super().__init__(launch)
+        self.launch = launch
+
+
+def ordered(
+    equations: Sequence[Any],
+    launches: Mapping[Any, Any],
+    makers: Mapping[Any, Any],
+    roots: Iterable[Any],
+    stays: Callable[[Any], bool],
+) -> list[Any]:
+    """Returns the equations of the roots in turn, and before each what it reads, depth first.
+
+    Args:
+      equations: by number.
+      launches: equations by another name, or in the place of those of these numbers.
+      makers: by variable, the number or name of what computes it.
+      roots: numbers and names.
+      stays: whether an equation has no place but that of a root.
+
+    Raises:
+      NoPlace: a launch needs what is computed from its results, or what stays.
+    """
+    new, done, entered = list[Any](), set[Any](), dict[Any, None]()
+    for root in roots:
+        pending = [(root, False)]
+        while pending:
+            name, ready = pending.pop()
+            if name in done:
+                continue
+            equation = launches[name] if name in launches else equations[name]
+            if ready:
+                new.append(equation)
+                done.add(name)
+                continue
+            if name in entered or (name != root and stays(name)):
+                raise NoPlace(next(x for x in reversed(entered) if x in launches and x not in done))
+            entered[name] = None
+            pending.append((name, True))
+            needed = (makers.get(x) for x in variables(equation.invars))
+            pending += [(maker, False) for maker in needed if maker is not None]
+    return new
 
 
 def _is_matrix(variable: Any) -> bool:

@@ -20,14 +20,14 @@ from ..lowering.route import route
 from ..primitives.define import accumulator_dtype, request_of
 from ..primitives.fused_primitive import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
-from .dependences import Dependences
+from .dependences import Dependences, NoPlace, ordered
 from .halves import Halved, of_one_array, with_halves
 from .inlined import inlined, with_constants
 from .kinds import PRODUCTS, Along, nbytes
 from .placement import in_place, updates_ordered
 from .program import Program, Region
 from .regions import Regions
-from .together import NoPlace, launched_together
+from .together import launched_together
 from .wide import Function, widened
 
 
@@ -84,10 +84,10 @@ def _fused(
         refused += [x for x in search.regions if not x.whole]
         if not refused:
             try:
-                ordered = launched_together(_ordered(dependences, launches, results))
-                return updates_ordered(ordered, results), results
+                new = launched_together(_ordered(dependences, launches, results))
+                return updates_ordered(new, results), results
             except NoPlace as error:
-                refused = [error.launched]
+                refused = [error.launch]
         for region in refused:  # less of it is tried
             if region.sums:
                 along = min(region.sums)  # columns first
@@ -297,44 +297,19 @@ def _ordered(
       NoPlace: a region reads what is computed from its own outputs.
     """
     kinds, program = dependences.kinds, dependences.program
-    region_of = {x: region for region in launches for x in region.outputs}
     within = {number: region for region in launches for number in region.products}
     ends = {max(*x.products, *x.equations): x for x in launches}
-    ordered, done = list[Any](), set[Any]()  # equations, variables
+    makers: dict[Any, Any] = program.makers | {x: y for y in launches for x in y.outputs}
 
-    def emit(equation: Any) -> None:
-        ordered.append(equation)
-        done.update(equation.outvars)
+    def stays(name: Any) -> bool:
+        if name in within:  # not stored
+            raise NoPlace(within[name])
+        return name not in launches and kinds[name] == "other"
 
-    def require(needed: Iterable[Any]) -> None:
-        """Emits what computes some variables, and before it what that reads."""
-        pending = [(x, False) for x in needed]
-        entered: list[Region] = []
-        while pending:
-            variable, ready = pending.pop()
-            if variable in done or variable not in program.makers:
-                continue
-            region, number = region_of.get(variable), program.makers[variable]
-            equation = launches[region] if region else program.equations[number]
-            if ready:
-                emit(equation)
-                continue
-            if region is None and number in within:  # not stored
-                raise NoPlace(within[number])
-            if region in entered or kinds[number] == "other":  # it comes later
-                raise NoPlace(next(x for x in entered[::-1] if x.outputs[0] not in done))
-            if region:
-                entered.append(region)
-            pending.append((variable, True))
-            pending += [(x, False) for x in variables(equation.invars)]
-
-    for number, equation in enumerate(program.equations):
-        if kinds[number] == "other":
-            require(variables(equation.invars))
-            emit(equation)
-        elif region := ends.get(number):
-            require(region.outputs)
-        elif kinds[number] == "product" and number not in within:
-            require(equation.outvars)
-    require(variables(results))
-    return ordered
+    roots: list[Any] = [
+        ends.get(number, number)
+        for number, kind in enumerate(kinds)
+        if kind == "other" or number in ends or (kind == "product" and number not in within)
+    ]
+    roots += [makers[x] for x in reversed(variables(results)) if x in makers]
+    return ordered(program.equations, launches, makers, roots, stays)

@@ -19,7 +19,6 @@ Kind = OneOf["product", "elementwise", "layout", "reduction", "other"]
 Along = OneOf["rows", "columns"]  # what a reduction takes together
 
 LAYOUTS = ("broadcast_in_dim", "reshape", "squeeze")  # of what meets a product
-MOVES = (*LAYOUTS, "transpose")  # also of products, if they move axes of extent 1 alone
 # Operations that XLA computes together with what their operands come from.
 FUSED_BY_XLA = frozenset(
     {

@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from ..fusion.flatten import MOVES
 from ..gemm.dtypes import QUANTIZED, RESULTS, name_of
 from .dependences import Dependences
-from .kinds import MOVES, Along
+from .kinds import Along
 from .program import Region
 from .stored import Stored
 

@@ -24,7 +24,7 @@ from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from ..fusion.jaxprs import CALLS, spliced, traced_once
+from ..fusion.jaxprs import CALLS, in_place_of
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
@@ -44,7 +44,7 @@ from ..primitives.accelerated import (
 from ..primitives.define import request_of
 from .converted import RAGGED, with_converted_operands
 from .fuse_jaxpr import fused
-from .scatters import with_choices, with_products, with_row_sums
+from .scatters import without_scatters
 from .weights import Marks, Weights
 
 # Primitives whose jaxprs are ordinary programs. The jaxpr of any other primitive may be a kernel,
@@ -254,7 +254,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     fuse = rewriting.fuse and not _symbolic(inner)
     original, inner = inner, with_converted_operands(with_equations_of_accelerated(inner))
     if fuse:
-        inner = inner.replace(eqns=with_products(inner.eqns))
+        inner = inner.replace(eqns=without_scatters(inner.eqns))
     weights = Weights(inner, rewriting.weights)
     recipe_of = partial(_recipe_of, recipe=rewriting.recipe, weights=weights)
     new: list[Any] = []
@@ -267,7 +267,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             new.append(equation)
     outvars = inner.outvars
     if fuse:
-        new, outvars = fused(with_row_sums(with_choices(new)), outvars)
+        new, outvars = fused(new, outvars)
     same = len(new) == len(original.eqns) and all(map(operator.is_, new, original.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)
 
@@ -294,17 +294,13 @@ def _of_halves(equation: Any) -> bool:
 
 def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     """Returns the equations of our product that replace a ragged one of JAX."""
-    avals, params = [atom.aval for atom in equation.invars], equation.params
-    with equation.ctx.manager:
-        closed = traced_once(
-            ragged_dot_general, *avals,
-            ragged_dot_dimension_numbers=params["ragged_dot_dimension_numbers"],
-            precision=params["precision"], preferred_element_type=params["preferred_element_type"],
-            out_sharding=_out_sharding(equation),
-            recipe=rewriting.recipe if _of_halves(equation) else None,
-            implementation=rewriting.implementation,
-        )  # fmt: skip
-        return spliced(equation, closed)
+    names = "ragged_dot_dimension_numbers", "precision", "preferred_element_type"
+    return in_place_of(
+        equation, ragged_dot_general, **{name: equation.params[name] for name in names},
+        out_sharding=_out_sharding(equation),
+        recipe=rewriting.recipe if _of_halves(equation) else None,
+        implementation=rewriting.implementation,
+    )  # fmt: skip
 
 
 def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:

@@ -17,13 +17,12 @@ One GPU finds the rows of each sum by a sort, and reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from jax import lax
 from jax.extend.core import Literal
 
-from ..fusion.jaxprs import spliced, traced
+from ..fusion.jaxprs import in_place_of
 from ..fusion.residuals import variables
 from ..gemm.dtypes import HALVES
 from ..primitives.rows import add_rows_p
@@ -33,25 +32,30 @@ LEAST_SHARE = 256  # of cotangents, for each row of it
 LEAST_ROW, LEAST_MOVED = 64, 2**20  # elements of a row, and of all that are put back in order
 
 
-def _replaced(
-    equations: Iterable[Any], chosen: Callable[[Any], bool], function: Callable[..., Any]
-) -> list[Any]:
-    """Returns the equations; instead of scatters into zeros that are chosen those of `function`."""
+def without_scatters(equations: Iterable[Any]) -> list[Any]:
+    """Returns the equations; instead of scatters into zeros what computes the same faster."""
     new: list[Any] = []
     zeros: set[Any] = set()
     for equation in equations:
         if _is_zero(equation):
             zeros.update(equation.outvars)
-        to = variables(equation.invars[:1])
-        if equation.primitive is lax.scatter_add_p and not zeros.isdisjoint(to):
-            one_device = not any(x.aval.sharding.mesh.explicit_axes for x in equation.invars)
-            if one_device and chosen(equation):
-                with equation.ctx.manager:  # of its mesh
-                    avals = [x.aval for x in equation.invars]
-                    new += spliced(equation, traced(partial(function, equation), *avals))
-                continue
-        new.append(equation)
+        adds = equation.primitive is lax.scatter_add_p
+        to_zeros = adds and not zeros.isdisjoint(variables(equation.invars[:1]))
+        if to_zeros and (function := _faster(equation)):
+            params = {x: equation.params[x] for x in ("dimension_numbers", "mode")}
+            new += in_place_of(equation, function, **params)
+        else:
+            new.append(equation)
     return new
+
+
+def _faster(equation: Any) -> Callable[..., Any] | None:
+    """Returns what computes a scatter faster: a product, a choice or `add_rows`; None: nothing."""
+    if any(x.aval.sharding.mesh.explicit_axes for x in equation.invars):
+        return None
+    if _is_lookup(equation):
+        return _product
+    return _choice if _is_pick(equation) else _row_sums if _puts_back(equation) else None
 
 
 def _is_zero(equation: Any) -> bool:
@@ -81,12 +85,12 @@ def _is_pick(equation: Any) -> bool:
     )
 
 
-def _choice(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+def _choice(zeros: Any, indices: Any, updates: Any, *, dimension_numbers: Any, mode: Any) -> Any:
     """Chooses the update where the index is that of the element."""
-    numbers, shape = equation.params["dimension_numbers"], zeros.shape
+    numbers, shape = dimension_numbers, zeros.shape
     (axis,), batch = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
     rows = [shape[x] for x in batch]
-    indices = _counting(indices, equation.params["mode"], shape[axis])
+    indices = _counting(indices, mode, shape[axis])
     indices, updates = (
         lax.broadcast_in_dim(lax.reshape(x, rows), shape, batch) for x in (indices, updates)
     )
@@ -127,10 +131,10 @@ def _adds_rows(equation: Any) -> bool:
     )
 
 
-def _product(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+def _product(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> Any:
     """Multiplies the updates by ones at their indices and zeros."""
     extent = zeros.shape[0]
-    indices = _counting(indices, equation.params["mode"], extent)
+    indices = _counting(indices, mode, extent)
     axes = tuple(range(indices.ndim - 1))
     along = lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], extent), len(axes))
     ones = lax.convert_element_type(along == indices, updates.dtype)
@@ -138,10 +142,10 @@ def _product(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
     return lax.dot_general(ones, updates, numbers, preferred_element_type=updates.dtype)
 
 
-def _row_sums(equation: Any, zeros: Any, indices: Any, updates: Any) -> Any:
+def _row_sums(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> Any:
     """Adds the updates to the rows at their indices."""
     length = zeros.shape[0]
-    indices = _counting(indices, equation.params["mode"], length)
+    indices = _counting(indices, mode, length)
     rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")
     x = lax.reshape(updates, (rows.size, zeros.size // length))
     total = add_rows_p.bind(x, rows, length=length, scattered=True)
@@ -155,9 +159,3 @@ def _counting(indices: Any, mode: Any, extent: int) -> Any:
     if mode != lax.GatherScatterMode.CLIP:
         return indices
     return lax.clamp(indices.dtype.type(0), indices, indices.dtype.type(extent - 1))
-
-
-# One number a row becomes a choice, many 16-bit rows into few a product, others `add_rows`.
-with_choices = partial(_replaced, chosen=_is_pick, function=_choice)
-with_products = partial(_replaced, chosen=_is_lookup, function=_product)
-with_row_sums = partial(_replaced, chosen=_puts_back, function=_row_sums)

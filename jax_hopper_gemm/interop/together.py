@@ -11,7 +11,6 @@ from jax.extend.core import Literal
 
 from ..dispatch import Device
 from ..fusion.jaxprs import ClosedJaxpr
-from ..fusion.residuals import variables
 from ..gemm.dtypes import HALVES
 from ..gemm.product import Product
 from ..gemm.type_legality import MAX_PANELS
@@ -21,15 +20,7 @@ from ..lowering.route import route
 from ..primitives.dot import hopper_dot_p
 from ..primitives.dots import hopper_dots_p, request_of_dots
 from ..primitives.fused_primitive import hopper_fused_p
-from .dependences import dependence
-
-
-class NoPlace(Exception):
-    """A launch has no place among the equations: it cannot run before what it reads."""
-
-    def __init__(self, launched: Any):
-        super().__init__(launched)
-        self.launched = launched  # a group of products, or a region
+from .dependences import NoPlace, dependence, ordered
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
         try:
             return _ordered(equations, groups)
         except NoPlace as found:
-            groups.remove(found.launched)
+            groups = [x for x in groups if x[-1].number != found.launch]
     return list(equations)
 
 
@@ -182,36 +173,19 @@ def _params(group: Sequence[_Member]) -> dict[str, Any]:
 
 
 def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[Any]:
-    """Returns the equations with a launch for each group.
+    """Returns the equations with a launch for each group, which has its last product's number.
 
     Raises:
-      NoPlace: a launch would need what is computed from its results, or pull an equation with
-        effects before others.
+      NoPlace: a launch would have to come before what it reads, or what has effects.
     """
-    launches = {group[-1].number: (group, _launch(equations, group)) for group in groups}
     place = {member.number: group[-1].number for group in groups for member in group}
-    makers = {x: place.get(i, i) for i, equation in enumerate(equations) for x in equation.outvars}
-    ordered: list[Any] = []
-    done, entered = set[int](), dict[int, None]()
-    for first in range(len(equations)):
-        pending = [(first, False)] if place.get(first, first) == first else []
-        while pending:
-            number, ready = pending.pop()
-            if number in done:
-                continue
-            _, equation = launches.get(number, (None, equations[number]))
-            if ready:
-                ordered.append(equation)
-                done.add(number)
-                continue
-            if number in entered or (number != first and equation.effects):
-                waiting = (x for x in reversed(entered) if x in launches and x not in done)
-                raise NoPlace(launches[next(waiting)][0])
-            entered[number] = None
-            pending.append((number, True))
-            needed = (makers.get(x) for x in variables(equation.invars))
-            pending += [(maker, False) for maker in needed if maker is not None]
-    return ordered
+    return ordered(
+        equations,
+        {group[-1].number: _launch(equations, group) for group in groups},
+        {x: place.get(i, i) for i, equation in enumerate(equations) for x in equation.outvars},
+        (i for i in range(len(equations)) if place.get(i, i) == i),
+        lambda number: bool(equations[number].effects),
+    )
 
 
 def _launch(equations: Sequence[Any], group: Sequence[_Member]) -> Any:

@@ -108,12 +108,12 @@ def run_steps(
         check_kernel_unasked(steps.op, options.insists)
         function = partial(replaced_product, product.with_options(options))
         products = product.results(function, lhs, rights)
-        follow = traced(steps.op, steps, products, operands, products[0].dtype, dtypes)
+        follow = traced(steps, products, operands, products[0].dtype, dtypes)
         return follow.apply(*products)
     options = with_range(options, steps, lhs)
     types = typeof(lhs), tuple(map(typeof, rights))
     own, operands = settled(
-        steps.op, steps, lambda: _wide_products(product, options, *types), operands,
+        steps, lambda: _wide_products(product, options, *types), operands,
         eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
     )  # fmt: skip
     return _traced_steps(product, lhs, rights, operands, own, options, dtypes)
@@ -156,7 +156,7 @@ def _traced_steps(
     likes = _wide_products(product, options, typeof(lhs), tuple(map(typeof, rights)))
     dtype = abstract(function, lhs, rights[0]).dtype
     wide = partial(function, preferred_element_type=likes[0].dtype)
-    follow = traced(steps.op, steps, likes, operands, dtype, dtypes)
+    follow = traced(steps, likes, operands, dtype, dtypes)
     if options.by_jax:
         return follow.apply(*product.results(wide, lhs, rights))
     final = final_product(function, options, lhs, rights[0])

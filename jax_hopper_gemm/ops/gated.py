@@ -135,7 +135,7 @@ def gated_linear_unit(
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
         columns = (x if x.shape[0] == 1 else of_group(x) for x in factors[:2])  # 1: of all groups
         operands = *columns, *map(arrays.gathered, factors[2:]), *biases, *scale
-        return run_with_epilogue(op, arrays, operands, gate, options, out_sharding)
+        return run_with_epilogue(arrays, operands, gate, options, out_sharding)
     operands = (*factors, *biases, *scale)
     if isinstance(out_sharding, NamedSharding | PartitionSpec) and len(rights) == 1:
         parts = padded_partitions(out_sharding, jnp.ndim(x))

@@ -18,7 +18,7 @@ from .contexts import in_contexts, takes_batch_invariant
 from .quantized import Quantized, as_quantized, is_quantized
 from .quantized_products import scales_of_groups
 from .ragged_axes import RaggedAxes
-from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
+from .ragged_run import BASIC, RaggedArrays, run_product, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .steps import SCALES, Results, Steps, named_in
 from .weights import widened_pair
@@ -129,7 +129,7 @@ def ragged_dot(
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices, blocks)
     options = in_contexts(options)
     if plain:
-        product: Any = run_product(op, arrays, BASIC, options, out_sharding)
+        product: Any = run_product(arrays, (), Steps(op), BASIC, options, out_sharding)
         return product
     checks.check_group_operands(op, operands, rhs)
     # Those that all groups share are rows.
@@ -140,7 +140,7 @@ def ragged_dot(
         scales["bias"] = jnp.expand_dims(bias, 1)
     steps = Steps(op, tuple(scales), activation_function(activation), epilogue)
     operands = *scales.values(), *operands
-    return run_with_epilogue(op, arrays, operands, steps, options, out_sharding)
+    return run_with_epilogue(arrays, operands, steps, options, out_sharding)
 
 
 @takes_batch_invariant
@@ -245,11 +245,8 @@ def ragged_dot_general(
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
         recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
     )  # fmt: skip
-    if names:
-        operands = tuple(terms[name] for name in names)
-        options = in_contexts(options)
-        return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)
-    return run_product(op, arrays, numbers, in_contexts(options), out_sharding)
+    operands, options = tuple(terms[name] for name in names), in_contexts(options)
+    return run_product(arrays, operands, Steps(op, names), numbers, options, out_sharding)
 
 
 def _in_order_of_ragged_dot(

@@ -48,8 +48,8 @@ class RaggedAxes:
         batch = tuple(zip(lhs_batch, rhs_batch, strict=True))
         contracted = list(zip(lhs_contracted, rhs_contracted, strict=True))
         groups = tuple(numbers.rhs_group_dimensions)
-        lhs_free = other_axes(lhs_ndim, lhs_contracted, lhs_batch)
-        rhs_free = other_axes(rhs_ndim, rhs_contracted, rhs_batch, groups)
+        lhs_free = _other_axes(lhs_ndim, lhs_contracted, lhs_batch)
+        rhs_free = _other_axes(rhs_ndim, rhs_contracted, rhs_batch, groups)
         if ragged in lhs_batch:
             return cls("batch", None, batch, (), (ragged,), (), (), ())
         if ragged in lhs_contracted:
@@ -130,8 +130,9 @@ class RaggedAxes:
 
         Without that of groups, which a contraction has in front.
         """
-        rows = (*self.ragged, *self.inner) if self.kind == "varlen_m" else self.lhs_others
-        left = [*(pair[0] for pair in self.batch), *self.outer, *rows]
+        rows = (*self.outer, *self.ragged, *self.inner)
+        kept = rows if self.kind == "varlen_m" else self.lhs_others
+        left = [*(pair[0] for pair in self.batch), *kept]
         columns = self.rhs_others[0 if self.form == VARLEN_M_NK else -1]
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in columns]
 
@@ -146,7 +147,7 @@ class RaggedAxes:
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]
 
 
-def other_axes(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
+def _other_axes(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(ndim) if not any(axis in axes for axes in taken))
 
 

@@ -1,9 +1,9 @@
 """Ragged products as they run: on the primitives of this library, or on JAX's own product.
 
-`run_product`, `run_with_epilogue` and `run_scaled_sum` take checked arguments through the same
-steps. Arrays with Explicit mesh axes are taken into Auto axes first. A product that no form covers
-is left to JAX. Of any other, JAX's own product says which precision and dtype the arguments mean,
-and the axes are brought into the order of a form (see `ragged_axes`).
+`run_product` and `run_with_epilogue` take checked arguments through the same steps. Arrays with
+Explicit mesh axes are taken into Auto axes first. A product that no form covers is left to JAX. Of
+any other, JAX's own product says which precision and dtype the arguments mean, and the axes are
+brought into the order of a form (see `ragged_axes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import varying_together
 from ..fusion.memo import memoised
-from ..gemm.groups import VARLEN_M_KN, VARLEN_M_NK, Groups
+from ..gemm.groups import VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.auto_axes import in_auto_axes, is_explicit, kept_sharding
@@ -114,62 +114,103 @@ class RaggedArrays(NamedTuple):
         return lhs.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
 
 
-# A product alone.
+# A product, and where the ragged axis is contracted a multiple of it added to a matrix.
 
 
 def run_product(
-    op: str,
     arrays: RaggedArrays,
+    operands: tuple[Any, ...],
+    steps: Steps,
     numbers: lax.RaggedDotDimensionNumbers,
     options: Options,
     out_sharding: Any,
 ) -> jax.Array:
-    """Returns a ragged product of `arrays` with one right operand; `op` is named in messages."""
+    """Returns a ragged product; of one that contracts the ragged axis `alpha * product + beta * c`.
+
+    Args:
+      arrays: with one right operand; neither offset nor rows beside `operands`.
+      operands: those of alpha, c and beta that `steps.named` names, in this order.
+    """
     (rhs,), lhs, sizes = arrays.rights, arrays.lhs, arrays.sizes
-    as_lax = options.of_dot() | {"out_sharding": out_sharding}
     if arrays.axes(numbers).kind == "batch":
-        dot_numbers = numbers.dot_dimension_numbers
         return dot_general(
-            lhs, rhs, dot_numbers, cotangent_dtype=options.cotangent_dtype,
-            implementation=options.implementation,
-            recipe=options.recipe and options.recipe.recipe, **as_lax,
+            lhs, rhs, numbers.dot_dimension_numbers, cotangent_dtype=options.cotangent_dtype,
+            implementation=options.implementation, out_sharding=out_sharding,
+            recipe=options.recipe and options.recipe.recipe, **options.of_dot(),
         )  # fmt: skip
-    if is_explicit(lhs, rhs, sizes):
+    if is_explicit(lhs, rhs, sizes, *operands):
         if out_sharding is None:
-            out_sharding = arrays.sharding_of_product(op, numbers)
-        inside = partial(run_product, op, numbers=numbers, options=options, out_sharding=None)
-        return in_auto_axes(inside, out_sharding, arrays)
+            out_sharding = arrays.sharding_of_product(steps.op, numbers)
+        named = {"steps": steps, "numbers": numbers, "options": options, "out_sharding": None}
+        return in_auto_axes(partial(run_product, **named), out_sharding, arrays, operands)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        _refuse_ours(op, reason, arrays, options)
-        return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **as_lax)
-    return _traced_product(arrays, numbers, options)
+        _refuse_ours(steps.op, reason, arrays, options)
+        return _run_by_lax(arrays, operands, steps, numbers, options, out_sharding)
+    return _traced_product(arrays, operands, steps, numbers, options)
 
 
-@partial(jax.jit, static_argnums=(1, 2), inline=INLINE)
+@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
+def _run_by_lax(
+    arrays: RaggedArrays,
+    operands: tuple[Any, ...],
+    steps: Steps,
+    numbers: lax.RaggedDotDimensionNumbers,
+    options: Options,
+    out_sharding: Any,
+) -> jax.Array:
+    theirs = partial(
+        lax_ragged_dot_general, arrays.lhs, arrays.rights[0], arrays.sizes, numbers,
+        out_sharding=out_sharding, **options.of_dot(),
+    )  # fmt: skip
+    if steps.plain:
+        return theirs()
+    dtype = jax.eval_shape(theirs).dtype
+    product = theirs(preferred_element_type=accumulator_dtype(dtype))
+    dtypes = result_dtypes(steps, options.preferred_element_type)
+    return steps.after(product, operands, dtype, dtypes)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4), inline=INLINE)
 def _traced_product(
-    arrays: RaggedArrays, numbers: lax.RaggedDotDimensionNumbers, options: Options
+    arrays: RaggedArrays,
+    operands: tuple[Any, ...],
+    steps: Steps,
+    numbers: lax.RaggedDotDimensionNumbers,
+    options: Options,
 ) -> jax.Array:
     lhs, (rhs,), sizes = arrays.gathered(arrays.lhs), arrays.rights, arrays.sizes
+    dtypes = result_dtypes(steps, options.preferred_element_type)
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
     options = _canonical(typeof(lhs), typeof(rhs), typeof(sizes), numbers, options)
+    place = steps.named.index("c") if "c" in steps.named else len(operands)
 
-    def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
+    def product(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
         length = left.shape[0]
         own_sizes = sizes_in_rows(own_sizes, length, inner)
         count = right.shape[0] if axes.kind == "varlen_m" else own_sizes.shape[0]
         own_sizes, groups = sizes_and_groups(own_sizes, arrays.offset, count, length)
-        return hopper_ragged_dot(
-            left, right, own_sizes, Product(axes.subscripts, options, groups=groups)
-        )
+        whole = Product(axes.subscripts, options, groups=groups)
+        if steps.plain:
+            return hopper_ragged_dot(left, right, own_sizes, whole)
+        dtype = options.preferred_element_type or jnp.result_type(left, right)
+        shape = (count, left.shape[1], right.shape[1])
+        like = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
+        own = (*operands[:place], *c, *operands[place + 1 :])
+        follow = traced(steps, (like,), own, dtype, dtypes)
+        results = fused_dot(
+            follow.function, (left, right), follow.operands,
+            whole.with_options(preferred_element_type=dtype), out_dtypes=follow.dtypes,
+            in_place=follow.in_place(steps.named, like), sizes=own_sizes,
+        )  # fmt: skip
+        return follow.structured(results)
 
-    return axes.mapped(product, lhs, rhs, sizes)
+    return axes.mapped(product, lhs, rhs, sizes, *operands[place : place + 1])
 
 
 # Rows times their group's weights, and a function of that.
 
 
 def run_with_epilogue(
-    op: str,
     arrays: RaggedArrays,
     operands: tuple[Any, ...],
     function: Steps | Gate,
@@ -179,7 +220,6 @@ def run_with_epilogue(
     """Returns a function of ragged products of rows, by the numbers `BASIC`.
 
     Args:
-      op: what the user called, for messages.
       operands: the function's; those of rank 3 have an entry for each group.
       options: with a dtype of the product, or a tuple of the results' dtypes.
     """
@@ -187,33 +227,33 @@ def run_with_epilogue(
     arrays, operands = jax.tree.unflatten(structure, varying_together(*leaves))
     lhs, rights, sizes, _, rows, _ = arrays
     if is_explicit(lhs, *rights, sizes, rows, *operands):
-        with_epilogue = partial(run_with_epilogue, op, function=function, options=options)
+        with_epilogue = partial(run_with_epilogue, function=function, options=options)
         if out_sharding is None:
-            out_sharding = arrays.sharding_of_product(op, BASIC)
+            out_sharding = arrays.sharding_of_product(function.op, BASIC)
         if getattr(function, "epilogue", None) is not None:
             shape = (lhs if rows is None else rows).shape[0], rights[0].shape[-1]
             both = arrays, operands
             out_sharding = shardings_of_results(with_epilogue, both, out_sharding, shape)
         return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
     if out_sharding is not None:
-        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding, BASIC)}")
+        reason = left_to_lax(lhs, rights[0], sizes, out_sharding, BASIC)
+        raise ValueError(f"{function.op}: {reason}")
     options = with_range(options, function, lhs)
     own, seen = settled(
-        op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
+        function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
         eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
     )  # fmt: skip
     consts = seen[len(operands) :]
     if any(x.ndim == 3 for x in consts):  # they would be by groups
         own, consts = function, ()
     dtypes = result_dtypes(function, options.preferred_element_type)
-    return _traced_with_epilogue(arrays, (*operands, *consts), op, own, options, dtypes)
+    return _traced_with_epilogue(arrays, (*operands, *consts), own, options, dtypes)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
+@partial(jax.jit, static_argnums=(2, 3, 4), inline=INLINE)
 def _traced_with_epilogue(
     arrays: RaggedArrays,
     operands: tuple[Any, ...],
-    op: str,
     function: Steps | Gate | Settled,
     options: Options,
     dtypes: tuple[Any, ...] | None,
@@ -223,7 +263,7 @@ def _traced_with_epilogue(
     options = arrays.canonical(options)
     dtype, length = options.preferred_element_type, lhs.shape[0]
     products = arrays.wide_products(options)
-    steps = traced(op, function, products, arrays.seen_from_rows(operands), dtype, dtypes)
+    steps = traced(function, products, arrays.seen_from_rows(operands), dtype, dtypes)
     sizes, groups = sizes_and_groups(as_int32(arrays.sizes), arrays.offset, count, length)
     subscripts = VARLEN_M_GATE_UP if planes else VARLEN_M_KN
     if blocks:  # K comes last
@@ -235,62 +275,6 @@ def _traced_with_epilogue(
         blocks=blocks,
     )  # fmt: skip
     return steps.structured(results)
-
-
-# The ragged axis contracted, and a multiple of that added to a matrix.
-
-
-@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
-def run_scaled_sum(
-    arrays: RaggedArrays,
-    operands: tuple[Any, ...],
-    steps: Steps,
-    numbers: lax.RaggedDotDimensionNumbers,
-    options: Options,
-    out_sharding: Any,
-) -> jax.Array:
-    """Returns `alpha * product + beta * c`, the ragged axis contracted.
-
-    Args:
-      arrays: with one right operand; neither offset nor rows.
-      operands: those of alpha, c and beta that `steps.named` names, in this order.
-    """
-    lhs, (rhs,), sizes = arrays.lhs, arrays.rights, arrays.sizes
-    if is_explicit(lhs, rhs, sizes, *operands):
-        if out_sharding is None:
-            out_sharding = arrays.sharding_of_product(steps.op, numbers)
-        named = {"steps": steps, "numbers": numbers, "options": options, "out_sharding": None}
-        return in_auto_axes(partial(run_scaled_sum, **named), out_sharding, arrays, operands)
-    dtypes = result_dtypes(steps, options.preferred_element_type)
-    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        _refuse_ours(steps.op, reason, arrays, options)
-        as_lax = options.of_dot() | {"out_sharding": out_sharding}
-        theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **as_lax)
-        dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
-        product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
-        return traced(steps.op, steps, (product,), operands, dtype, dtypes).apply(product)
-    options = _canonical(typeof(lhs), typeof(rhs), typeof(sizes), numbers, options)
-    dtype = options.preferred_element_type or jnp.result_type(lhs, rhs)
-    wide = replace(options, preferred_element_type=dtype)
-    axes = arrays.axes(numbers)
-    place = steps.named.index("c") if "c" in steps.named else len(operands)
-
-    def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
-        own_sizes = sizes_in_rows(own_sizes, left.shape[0], inner)
-        count = own_sizes.shape[0]
-        shape = (count, left.shape[1], right.shape[1])
-        product = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
-        own = (*operands[:place], *c, *operands[place + 1 :])
-        own_steps = traced(steps.op, steps, (product,), own, dtype, dtypes)
-        results = fused_dot(
-            own_steps.function, (left, right), own_steps.operands,
-            Product(axes.subscripts, wide, groups=Groups.plain(count)),
-            out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps.named, product),
-            sizes=own_sizes,
-        )  # fmt: skip
-        return own_steps.structured(results)
-
-    return axes.mapped(of_matrices, lhs, rhs, sizes, *operands[place : place + 1])
 
 
 # What JAX's own product runs and decides.

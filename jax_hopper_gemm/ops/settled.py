@@ -51,7 +51,6 @@ class Settled:
 
 
 def settled(
-    op: str,
     function: Steps | Gate,
     products: Callable[[], Sequence[Any]],
     operands: tuple[Any, ...],
@@ -65,7 +64,6 @@ def settled(
     compared, as the rules of a `jax.custom_vjp`. A warning says once what the latter costs.
 
     Args:
-      op: what the user called.
       products: gives abstract values.
       operands: the function's; abstract values stand for what a kernel makes.
       eager: whether the product runs at once, so that a program may be compiled for it alone.
@@ -78,12 +76,12 @@ def settled(
     seen, names = tuple(products()), dict.fromkeys(users)
     memory = _memory_of(users)
     types = tuple(x if isinstance(x, ShapedArray) else jax.typeof(x) for x in operands)
-    key = trace_context(), op, tuple(names), replace(function, **names), seen, types
+    key = trace_context(), tuple(names), replace(function, **names), seen, types
     if (settled_before := memory.get(key)) is None:
-        own, consts = _traced(op, function, seen, operands, by_xla)
+        own, consts = _traced(function, seen, operands, by_xla)
         if own is None:
             if eager:
-                _warn_of_compiling(op, tuple(users.values()))
+                _warn_of_compiling(function.op, tuple(users.values()))
             return function, operands
         settled_before = own, consts
         if not any(isinstance(x, Tracer) for x in consts):
@@ -105,19 +103,19 @@ def _memory_of(users: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _traced(
-    op: str, function: Any, products: Sequence[Any], operands: tuple[Any, ...], by_xla: bool
+    function: Any, products: Sequence[Any], operands: tuple[Any, ...], by_xla: bool
 ) -> tuple[Settled | None, tuple[Any, ...]]:
     """Returns a function settled and the arrays that it closes over; None if it cannot be."""
-    closed, _, several = program(op, function, products, operands)
+    closed, _, several = program(function, products, operands)
     if not by_xla:
-        checks.check_effects(op, closed)
+        checks.check_effects(function.op, closed)
     consts = tuple(closed.consts)
     if consts:
         inputs = len(closed.in_avals)
         closed = jax.make_jaxpr(partial(evaluate, closed, inputs))(*closed.in_avals, *consts)
     if (closed := interned(closed)) is None:
         return None, ()
-    return Settled(op, function.named, closed, several, function.permutation), consts
+    return Settled(function.op, function.named, closed, several, function.permutation), consts
 
 
 # The warning.

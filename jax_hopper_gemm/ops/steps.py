@@ -53,7 +53,7 @@ class Steps:
         """Returns a product and what follows it, computed by XLA; the dtypes are as in `traced`."""
         if self.plain:
             return product
-        return traced(self.op, self, (product,), operands, dtype, dtypes).apply(product)
+        return traced(self, (product,), operands, dtype, dtypes).apply(product)
 
     def dtypes(self, preferred: Any, default: Any) -> tuple[Any, Any, Any]:
         """Returns the dtypes of a product, of what follows it, and of several results or None.
@@ -213,7 +213,6 @@ class Traced:
 
 
 def traced(
-    op: str,
     function: Any,
     products: Sequence[Any],
     operands: Sequence[Any],
@@ -226,12 +225,11 @@ def traced(
     every other result keeps its dtype. If not None, `preferred` has the dtypes of the results.
 
     Args:
-      op: the function that the user called, for messages.
       function: `Steps`, `Gate` or `Settled`, of the products and operands.
       products: arrays or `jax.ShapeDtypeStruct`s.
     """
-    closed, avals, several = program(op, function, products, operands)
-    checks.check_result_dtypes(op, avals, preferred)
+    closed, avals, several = program(function, products, operands)
+    checks.check_result_dtypes(function.op, avals, preferred)
     (shape,), (dtype,) = {x.shape for x in products}, {x.dtype for x in products}
     if function.permutation is not None:
         shape = tuple(shape[axis] for axis in function.permutation)
@@ -251,14 +249,14 @@ def traced(
 
 
 def program(
-    op: str, function: Callable[..., Any], products: Sequence[Any], operands: Sequence[Any]
+    function: Any, products: Sequence[Any], operands: Sequence[Any]
 ) -> tuple[Any, Any, bool]:
     """Returns a function's jaxpr, types of its results, and whether it returns a tuple."""
     several = []
 
     def flat(*args: Any) -> tuple[Any, ...]:
         out = function(*args)
-        results = checks.results(op, out)
+        results = checks.results(function.op, out)
         several.append(isinstance(out, tuple))
         return results
 

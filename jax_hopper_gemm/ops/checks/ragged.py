@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..ragged_axes import other_axes
+from ..ragged_axes import RaggedAxes
 from .arguments import COMPLEX, activation_problems, implementation_problems, kind
 from .dense import checked_axes, factor_problems, kind_problems
 from .wording import describe, differ, fail, less
@@ -166,27 +166,26 @@ def check_ragged_dot_general(
     (axis,) = ragged
     role = "batch" if axis in lhs_batch else "contracted" if axis in lhs_contracting else "free"
     misshapen = _group_axis_problems(group_axes, role, rhs, (*rhs_contracting, *rhs_batch))
+    valid = lax.RaggedDotDimensionNumbers(checked, ragged, group_axes)
     problems, sizes = [], groups.sizes
     if groups.offset is not None and role != "free":
         problems.append("group_offset came, and rhs has no axis of groups that it could be into")
     if np.ndim(sizes) == 0:
         misshapen.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
     elif not (misshapen or problems):
-        lead = _axes_of_sizes(np.ndim(lhs), axis, lhs_contracting, lhs_batch)
+        axes = RaggedAxes.of(valid, np.ndim(lhs), np.ndim(rhs))
+        lead = lhs_batch[: lhs_batch.index(axis)] if role == "batch" else lhs_batch + axes.outer
         misshapen += _sizes_problems(sizes, lhs, lead)
         if role == "free":
             misshapen += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
         if terms and role == "contracted":
-            lhs_free = other_axes(np.ndim(lhs), lhs_contracting, lhs_batch)
-            rhs_free = other_axes(np.ndim(rhs), rhs_contracting, rhs_batch)
-            shape = [np.shape(lhs)[i] for i in (*lhs_batch, *lhs_free)]
-            shape += [np.shape(rhs)[i] for i in rhs_free]
-            problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), terms, preferred)
+            shape = np.shape(sizes)[-1], *axes.of_result(np.shape(lhs), np.shape(rhs))
+            problems += _sum_problems(lhs, rhs, shape, terms, preferred)
     if terms and role != "contracted":
         problems.append(_no_sum(terms, role == "batch"))
     problems += implementation_problems(implementation)
     fail_ragged(op, problems, groups, misshapen=misshapen)
-    return lax.RaggedDotDimensionNumbers(checked, ragged, group_axes)
+    return valid
 
 
 def _axes_of(op: str, name: str, numbers: Any) -> tuple[int, ...]:
@@ -219,16 +218,6 @@ def _sizes_problems(sizes: Any, lhs: Any, lead: tuple[int, ...]) -> list[str]:
         return []
     ways = f"(G,) or ({', '.join([*map(str, outer), 'G'])})" if outer else "(G,)"
     return [f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"]
-
-
-def _axes_of_sizes(
-    ndim: int, ragged: int, contracting: tuple[int, ...], batch: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Returns the axes of the left operand that sizes may have before that of groups."""
-    if ragged in batch:
-        return batch[: batch.index(ragged)]
-    kind = contracting if ragged in contracting else other_axes(ndim, contracting, batch)
-    return batch + kind[: kind.index(ragged)]
 
 
 def _sum_problems(
