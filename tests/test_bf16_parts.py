@@ -201,7 +201,7 @@ def problem_of(terms: int, size: int = 4096, **given: Any) -> GemmProblem:
 
 @pytest.mark.parametrize("terms", PRESETS)
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
-@pytest.mark.parametrize("size", (512, 4096))
+@pytest.mark.parametrize("size", (256, 4096))
 def test_dispatch_runs_every_layout(terms, a_major, b_major, size):
     """A large product on operands that were cut before, a small one on those that a kernel cuts."""
     spec = choose(problem_of(terms, size, a_major=a_major, b_major=b_major), H200).spec
@@ -354,7 +354,8 @@ def test_the_gradient_of_an_epilogue_is_part_of_the_product_before_it(size):
 def test_a_kernel_is_explained():
     explained = jhg.explain(jhg.matmul, A, B, precision=float32.preset(6))
     assert "bf16x6" in str(explained)
-    assert "in TF32, XLA's product" in str(jhg.explain(jhg.matmul, A, B))
+    words = "transposes that it reads, is expected to take"
+    assert words in str(jhg.explain(jhg.matmul, A, B))
 
 
 @pytest.mark.parametrize("precision", (float32.preset(6), (lax.Precision.HIGHEST,) * 2, None))

@@ -6,6 +6,7 @@ Constants marked "fitted" as in `cost`.
 from __future__ import annotations
 
 from ..gemm import grid
+from ..gemm.bf16_parts import num_parts
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.smem import PART_BUFFERS
@@ -57,7 +58,11 @@ TURN_COLUMNS_CYCLES = {False: 220.0, True: 310.0}
 # columns that share what is loaded; counted 2.2 and 1.7.
 CONVERSION_INSTRUCTIONS = 2.2
 INT4_INSTRUCTIONS = {1: 2.0, 2: 1.5}
-PARTS_LOSS = 1.42  # measured: of a k-tile whose operands the kernel cuts, 1.35 to 1.48
+PARTS_LOSS = 1.42  # measured: of a k-tile whose operands two warpgroups cut, 1.35 to 1.48
+# Instructions for an element that one warpgroup cuts, and for each of its parts, while the tensor
+# cores wait. Fitted over 67 such kernels on 59 products by 3 and 6 terms on an H200: kernels of
+# least cost then took 1.003 of the fastest one's time in the mean and 1.12 at most.
+CUT_INSTRUCTIONS, PART_INSTRUCTIONS = 6.0, 3.5
 # Of the faster of conversion and multiplication: fitted over 9 kernels of 1 and 64 rows, assumed
 # the same with more. Measured: an instruction whose other operand is in registers.
 CONVERSION_LEAK = 0.3
@@ -125,12 +130,18 @@ def _parts_cycles(spec: GemmSpec) -> float:
     """Returns the cycles in which one k-tile of float32 operands is multiplied by bfloat16 parts.
 
     The tensor cores', or those of shared memory: TMA writes A and B, warps read both and write B's
-    parts, and each instruction reads a part's columns. As much again is lost as was measured.
+    parts, and each instruction reads a part's columns. As much again is lost as was measured. One
+    warpgroup cuts and multiplies by turns.
     """
-    instructions = spec.bf16_terms * (spec.tile_m / 64) * (spec.tile_k / spec.mma_k)
-    parts = spec.parts_bytes / PART_BUFFERS
-    moved = 2 * spec.stage_bytes + parts + instructions * spec.tile_n * MMA_BYTES
-    return PARTS_LOSS * most(instructions * spec.tile_n / 2, moved / 128)
+    s = spec
+    instructions = s.bf16_terms * (s.tile_m / 64) * (s.tile_k / s.mma_k)
+    multiplied = instructions * s.tile_n / 2
+    parts = s.parts_bytes / PART_BUFFERS
+    moved = 2 * s.stage_bytes + parts + instructions * s.tile_n * MMA_BYTES
+    of_element = CUT_INSTRUCTIONS + PART_INSTRUCTIONS * num_parts(s.bf16_terms)
+    cut = (s.tile_m + s.tile_n) * s.tile_k * of_element * ISSUE_CYCLES / 128
+    side_by_side = PARTS_LOSS * most(multiplied, moved / 128)
+    return where(s.math_warpgroups == 1, cut + multiplied, side_by_side)
 
 
 def _converting_cycles(spec: GemmSpec) -> float:
@@ -173,7 +184,8 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     clipped = rows_a * (1 - p.m / (clusters_m * s.raster_m * rows_a))
     clipped += p.graph.accumulators * rows_b * (1 - p.n / (clusters_n * s.raster_n * rows_b))
     taken = grid.loaded_bytes(p, s) / SM_BYTES_PER_CYCLE
-    taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
+    if not p.reads_parts:  # of which 16 rows took as long as 64
+        taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     elements_b = p.graph.accumulators * rows_b * s.tile_k // DTYPES[s.b_dtype].packed
     lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
     # Measured with 64 bytes a row of B's box: a line in large products, half of one in streams,

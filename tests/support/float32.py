@@ -107,7 +107,8 @@ PROGRAMS: dict[str, Program] = {
         _accelerated, lambda a, b, bias: np.maximum(a @ b + bias, 0), (*AB, (N,)), 6
     ),
     "gradients": Program(
-        partial(_gradients, 3), lambda a, b, c: (c @ b.T, a.T @ c), (*AB, (M, N)), 3, depth=M
+        partial(_gradients, 3), lambda a, b, c: (c @ b.T, a.T @ c),
+        ((264, 200), (200, 168), (264, 168)), 3, depth=264,
     ),
     **{f"cut before, {t} terms": Program(partial(_matmul, t), np.matmul, CUT_AB, t, CUT_K)
        for t in (3, 6, 9)},
