@@ -154,6 +154,7 @@ def test_the_gate_of_a_cut_product_is_weighed_against_that_one_product(gate_us, 
     assert asked == [[(K, 2 * N)]] and (names is None) == (gate_us > 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_fused")
 @pytest.mark.parametrize("function", [gate, partial(gate, axis=1), *CUT])
 def test_numbers_of_a_gate_of_one_array(function):

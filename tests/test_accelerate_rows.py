@@ -111,6 +111,7 @@ def test_statistics_are_those_of_the_stored_numbers() -> None:
     np.testing.assert_allclose(np.sum(found, -1), 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_fused")
 def test_a_maximum_is_one_of_the_numbers_that_are_compared_with_it() -> None:
     """Its derivative divides by how many there are: computed anew from the product, none were."""
@@ -127,6 +128,7 @@ def test_a_maximum_is_one_of_the_numbers_that_are_compared_with_it() -> None:
     assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_fused")
 @pytest.mark.parametrize(
     "other",

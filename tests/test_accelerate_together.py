@@ -227,6 +227,7 @@ def test_derivatives_and_vmap_are_those_of_the_products() -> None:
             np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
+@pytest.mark.slow
 def test_derivatives_and_vmap_of_products_with_epilogues_are_those_of_the_products() -> None:
     x, k, v = (integers((8, 16), "bfloat16", i) for i in range(3))
     arrays = x, k.T, integers((8,), "bfloat16", 3), v.T, integers((8,), "bfloat16", 4)

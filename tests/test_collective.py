@@ -100,6 +100,7 @@ def test_no_rows_are_an_empty_product(name):  # whose unoverlapped form JAX does
     assert (y.shape, dx.shape, dw.shape) == ((0, 16), (0, 8), (8, 16)) and not dw.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("tp", "data"), ("data", "tp"), ("pp", "tp", "data")])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_several_axes_are_taken_in_any_order(name, axes):

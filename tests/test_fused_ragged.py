@@ -168,6 +168,7 @@ def test_sizes_are_clipped():
         assert_close(ours(jnp.asarray(sizes, np.int32), *args), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_xla_computes_the_same_without_a_kernel(name):
     ours, _, args = model(name, {"implementation": "xla"})

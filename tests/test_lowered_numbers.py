@@ -46,6 +46,7 @@ def test_a_transformed_function_gives_exact_results(name, function, launched):
     assert launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", PROGRAMS[::5])
 def test_a_random_program_under_accelerate_is_as_exact_as_itself(seed, launched):
     program, arguments = writer_of(seed)

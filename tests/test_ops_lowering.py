@@ -166,6 +166,7 @@ def test_a_swapped_product_takes_its_operands_in_kernel_order():
     assert "(%arg1, %arg0)" in text.split(LAUNCH)[1]
 
 
+@pytest.mark.slow
 def test_workspaces_are_results_of_the_launch(monkeypatch):
     problem = GemmProblem.dense(M, N, K)
     spec, raster_order = next(

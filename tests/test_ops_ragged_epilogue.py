@@ -58,6 +58,7 @@ def test_values_follow_jnp(dtype, implementation):
     assert_close(jax.jit(partial(layer, implementation))(*args), jax.jit(reference)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_gradients_follow_jnp(implementation):
     args = [0.25 * x for x in (LHS, RHS, BIAS, SCALE)]
@@ -118,6 +119,7 @@ def test_each_result_has_a_dtype():
     assert wide.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_an_offset_picks_the_groups_of_this_device():
     sizes = jnp.asarray([2, 3, 1, 4], np.int32)
     rhs, bias = integers((4, K, N), seed=1), integers((4, N), seed=2)

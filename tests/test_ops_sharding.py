@@ -308,6 +308,7 @@ def by_matmul(x, w, recipe):
     return jhg.matmul(x, w, activation="relu", recipe=recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", [by_matmul, gated])
 @pytest.mark.parametrize(
     "recipe", [*BY_RECIPE[:2], recipes.Int8Forward()], ids=lambda recipe: type(recipe).__name__
@@ -328,6 +329,7 @@ def test_arrays_need_not_be_placed_on_explicit_axes_for_a_recipe(product, recipe
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-2), results, whole)
 
 
+@pytest.mark.slow
 def test_arrays_need_not_be_placed_on_explicit_axes_to_be_quantized():
     x, w = integers((8, 256)), integers((256, 128), seed=1)
 
@@ -355,6 +357,7 @@ def test_weights_of_any_sharding_are_packed(spec):
     np.testing.assert_array_equal(packed.values, w.pack_weights().values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_spec", [P("x"), None])
 def test_rows_that_are_picked_have_their_scales(out_spec):
     x, w = integers((40, 32)), integers((3, 32, 16), seed=1)

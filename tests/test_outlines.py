@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from support import cases, policies
+from support.covering import ALL
 from support.dense_problems import random_problem
 from support.grouped_problems import random_problem as random_grouped_problem
 
@@ -40,11 +41,11 @@ DEVICES = (H200, H200.limited_to(60))
 def problems(kind: str) -> list[GemmProblem]:
     random = Random(kind)
     if kind == "dense":
-        return [random_problem(random) for _ in range(80)]
+        return [random_problem(random) for _ in range(160 if ALL else 40)]
     if kind == "grouped":
-        return [random_grouped_problem(random) for _ in range(60)]
+        return [random_grouped_problem(random) for _ in range(120 if ALL else 30)]
     specs = SETS[kind]()
-    chosen = random.sample(specs, min(len(specs), 50))
+    chosen = random.sample(specs, min(len(specs), 100 if ALL else 30))
     drawn = (cases.random_problem(random, spec)[0] for spec in chosen)
     return [problem for problem in drawn if not problem_violations(problem)]
 

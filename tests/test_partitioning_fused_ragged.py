@@ -49,6 +49,7 @@ def moved(program: Any) -> int:
     return sum(size for _, size in collectives(program.as_text()).values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "where", [{"m": "y"}, {"g": "y"}, {"k": "y"}, {"m": "x", "n": "y"}, {"g": "x", "k": "y"}],

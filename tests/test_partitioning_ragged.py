@@ -104,6 +104,7 @@ def test_rows_meet_their_matrices_whatever_the_sizes(where):
         jax.tree.map(np.testing.assert_array_equal, program(lhs, rhs, sizes), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("where", [{"m": "y"}, {"m": "y", "g": "x"}], ids=name_of)
 def test_groups_after_an_offset(where):
@@ -132,6 +133,7 @@ def test_a_scattered_gradient_of_weights():
     assert counted == {"reduce-scatter": (1, OF_RHS // 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("axes, left, right, expected", [
     ((0, 0, 0), {"b": "y"}, {"b": "y"}, {}),

@@ -78,6 +78,7 @@ def test_products_on_xla_quantize_on_xla():
     assert all_specs_of(product, S((256, 512), jnp.bfloat16), S((512, 384), jnp.bfloat16)) == []
 
 
+@pytest.mark.slow
 def test_mapped_arrays_are_batches_and_the_derivative_is_xlas():
     case = Case((3, 144, 272), dtype="float32")
     (x,) = case.arguments()

@@ -97,6 +97,7 @@ def test_a_nan_is_not_lost_in_a_large_block(dtype, block):
     assert nan[:rows, :columns].all() and nan.sum() == nan[:rows, :columns].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*QUANTIZED, "int4"])
 def test_values_have_no_derivative_and_scales_that_of_the_largest(dtype):
     """So no cotangent is rounded to 8 bits, in which one of 1e6 would be NaN."""

@@ -39,6 +39,7 @@ def test_kernels_multiply_them(kind):
     assert len(gated(kind, False, True).specs()) == (2 if blocks else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows and columns", "blocks"])
 def test_transformations_are_those_of_the_dequantized_arrays(kind):
     x, w = ragged(kind, "plain", "float8_e4m3fn").operands

@@ -249,6 +249,7 @@ def derivative_of_einsum(transform: str, subscripts: Subscripts, name: str):
     return jax.jit(TRANSFORMS[transform](partial(squared, function)))(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform, subscripts, name", DERIVED)
 def test_derivatives_follow_einsum(transform, subscripts, name):
     groups, sizes = CASES[name]

@@ -32,6 +32,7 @@ def expected(groups: Groups, sizes: list[int], length: int) -> tuple[list[int], 
     return padded, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups, sizes, length", CASES)
 def test_rows_of_each_group_begin_a_block(groups, sizes, length):
     padded, rows = expected(groups, sizes, length)

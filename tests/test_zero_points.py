@@ -126,6 +126,7 @@ def test_batches_groups_and_gates_have_them_too(block):
     np.testing.assert_allclose(np.asarray(gated, np.float64), gate * up, rtol=0.05, atol=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["columns", "groups"])
 def test_gradients_are_those_of_the_dequantized_weights(block):
     w, x = weights(block), activations(M, K)

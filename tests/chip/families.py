@@ -140,7 +140,7 @@ def _families(kind: ProblemType | GemmSpec) -> frozenset[frozenset]:
 @cache
 def pool() -> tuple[GemmSpec, ...]:
     """Returns what dispatch can choose for types that together have all traits, and their pairs."""
-    types = list(problem_types())
+    types = dict.fromkeys(problem_types())
     missing = set().union(*map(_families, types))
     found: dict[GemmSpec, None] = {}
 
@@ -151,7 +151,9 @@ def pool() -> tuple[GemmSpec, ...]:
         more = dict.fromkeys(spec for kind in few for spec in model_specs(kind))
         missing -= families_of(more)
         found |= more
-        types = [kind for kind in types if kind not in few]  # some have no kernel that is worth it
+        for kind in few:  # some have no kernel that is worth it
+            del types[kind]
+        types = {kind: None for kind in types if shows(kind)}
     return tuple(found)
 
 

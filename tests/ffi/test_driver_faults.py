@@ -13,6 +13,7 @@ from support.launches import CLEARING, PLAN, A, B, D, load
 OUT_OF_MEMORY, LAUNCH_FAILED, CAPTURE_INVALIDATED, UNNAMED = 2, 719, 901, 12345  # CUresult
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "detail"),
     [
