@@ -63,7 +63,9 @@ def test_explain_says_why_a_product_goes_to_xla(capsys):
 
 
 def test_explain_accepts_float32(capsys):
-    assert "in TF32, XLA's product" in output_of(capsys, "explain", "512x512x512", "--dtype", "f32")
+    assert "in TF32 our best kernel" in output_of(
+        capsys, "explain", "512x512x512", "--dtype", "f32"
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("--b-major", "k"), ("--batch", "2")])

@@ -348,7 +348,7 @@ def slower_than_in_tf32(problem: GemmProblem, ns: float, device: Device) -> str 
     if p.epilogue:
         return _slower_than_two_steps(p, ns, device)
     if fit_for(p, device):
-        return _lags(p, ns, device, "our best kernel, with the transposes that it reads, is")
+        return _lags(p, ns, device, "in TF32 our best kernel and the transposes that it reads are")
     if p.a.major == p.b.major == "k":
         return None
     return "XLA's time in TF32 has not been measured on such a GPU"
