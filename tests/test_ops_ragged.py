@@ -336,7 +336,8 @@ def test_explicit_mesh_axes_of_rows_and_columns_stay(options):
 def test_explicit_mesh_axes_stay_where_axes_outside_of_the_ragged_one_are_contracted():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     numbers = lax.RaggedDotDimensionNumbers((([0, 1], [0, 1]), ([], [])), [1], [])
-    rows, rhs, sizes = np.ones((3, 8, 4)), np.ones((3, 8, 6)), np.array([[3, 5]] * 3)
+    shapes = (3, 8, 4), (3, 8, 6)
+    rows, rhs, sizes = (*(jnp.ones(shape) for shape in shapes), jnp.asarray([[3, 5]] * 3))
     with jax.set_mesh(mesh):
         lhs = jax.device_put(rows, NamedSharding(mesh, P(None, None, "x")))
         out = jhg.ragged_dot_general(lhs, rhs, sizes, numbers)

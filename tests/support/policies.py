@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from support.buildable import epilogue_specs
 from support.choices import (
@@ -222,7 +222,10 @@ def chosen_specs(*, comm_overlap: bool = False) -> tuple[GemmSpec, ...]:
 
 @cache
 def compiled_specs() -> tuple[GemmSpec, ...]:
-    """Returns kernels to compile: of all that run on a GPU, enough for every pair of traits."""
+    """Returns kernels to compile: of all that run on a GPU, enough for every pair of traits.
+
+    Unless `ALL`, of these enough for what `shown_by_code` says: a GPU has run them.
+    """
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
@@ -231,7 +234,8 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
             *chosen_specs(),
         )
     )  # fmt: skip
-    return tuple(covering_subset(pool, shown_by_code))
+    pairs = covering_subset(pool, partial(shown_by_code, alone=_EXTENTS_AND_DTYPES))
+    return tuple(covering_subset(pairs, shown_by_code))
 
 
 @cache
@@ -241,19 +245,19 @@ def compiled_weights() -> tuple[GemmSpec, ...]:
     return tuple(covering_subset(pool, shown_by_code if ALL else traits_of))
 
 
-def shown_by_code(spec: GemmSpec) -> set[frozenset]:
-    """Returns each trait of a kernel, and each pair; some traits are in pairs if `ALL` alone."""
-    traits = traits_of(spec)
-    paired = [x for x in traits if ALL or x[0] not in _ALONE]
-    alone = {frozenset((trait,)) for trait in traits}
-    return alone | {frozenset(pair) for pair in itertools.combinations(paired, 2)}
-
-
-# Extents, dtypes, and parts of epilogues, which `test_compile_functions.py` compiles in many ways.
-_ALONE = (
+_EXTENTS_AND_DTYPES: tuple[str, ...] = () if ALL else (
     "tile_m", "tile_n", "tile_k", "epi_tile_n", "cluster", "a_dtype", "b_dtype", "d_dtype",
-    "operand", "result",
 )  # fmt: skip
+# And parts of epilogues, which `test_compile_functions.py` compiles in many ways.
+_ALONE = () if ALL else (*_EXTENTS_AND_DTYPES, "operand", "result")
+
+
+def shown_by_code(spec: GemmSpec, alone: tuple[str, ...] = _ALONE) -> set[frozenset]:
+    """Returns each trait of a kernel, and each pair, without those traits that count alone."""
+    traits = traits_of(spec)
+    paired = [x for x in traits if x[0] not in alone]
+    single = {frozenset((trait,)) for trait in traits}
+    return single | {frozenset(pair) for pair in itertools.combinations(paired, 2)}
 
 
 def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
