@@ -80,7 +80,7 @@ def surveyed(path: Path) -> Iterator[Measured]:
 
 
 def in_tf32(path: Path) -> Iterator[Measured]:
-    """Yields the products that `tf32.py` measured."""
+    """Yields the products of a file as `tf32.py --survey` writes it."""
     for row in json.loads(path.read_text())["rows"]:
         problem = GemmProblem.dense(
             row["m"], row["n"], row["k"], a_major=row["a_major"], b_major=row["b_major"],
