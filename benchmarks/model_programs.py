@@ -140,13 +140,24 @@ def relative_buckets(length: int, both_ways: bool) -> jax.Array:
 # Families: functions of parameters and a batch's inputs to logits.
 
 
+def through(layers: Tree, x: jax.Array, layer: Callable[[Tree, jax.Array], jax.Array]) -> jax.Array:
+    """Returns what layers make of an array: those of a list, or of stacks, by a scan."""
+    if isinstance(layers, list):
+        for p in layers:
+            x = layer(p, x)
+        return x
+    return jax.lax.scan(lambda x, p: (layer(p, x), None), x, layers)[0]
+
+
 def decoder(size: Size, p: Tree, x: jax.Array, block: Callable[..., jax.Array]) -> jax.Array:
     """The layers that Llama, Gemma and mixtures of experts share."""
-    for layer in p["layers"]:
-        inner = rms_norm(layer["attention_norm"], x)
-        x = x + attention(size, layer["attention"], inner, rotary_attend)
-        x = x + block(layer["mlp"], rms_norm(layer["mlp_norm"], x))
-    return rms_norm(p["norm"], x)
+
+    def layer(p: Tree, x: jax.Array) -> jax.Array:
+        inner = rms_norm(p["attention_norm"], x)
+        x = x + attention(size, p["attention"], inner, rotary_attend)
+        return x + block(p["mlp"], rms_norm(p["mlp_norm"], x))
+
+    return rms_norm(p["norm"], through(p["layers"], x, layer))
 
 
 def llama(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
@@ -167,11 +178,13 @@ def mixture(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
 
 def with_biases(size: Size, p: Tree, x: jax.Array, causal: bool) -> jax.Array:
     """The layers that GPT-2 and ViT share."""
-    for layer in p["layers"]:
-        inner = layer_norm(layer["attention_norm"], x)
-        x = x + attention(size, layer["attention"], inner, partial(written_out, causal=causal))
-        x = x + mlp(layer["mlp"], layer_norm(layer["mlp_norm"], x), jax.nn.gelu)
-    return layer_norm(p["norm"], x)
+
+    def layer(p: Tree, x: jax.Array) -> jax.Array:
+        inner = layer_norm(p["attention_norm"], x)
+        x = x + attention(size, p["attention"], inner, partial(written_out, causal=causal))
+        return x + mlp(p["mlp"], layer_norm(p["mlp_norm"], x), jax.nn.gelu)
+
+    return layer_norm(p["norm"], through(p["layers"], x, layer))
 
 
 def gpt2(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
@@ -202,14 +215,16 @@ def t5(size: Size, p: Tree, source: jax.Array, target: jax.Array) -> jax.Array:
         causal, attend = memory is not None, partial(jax.nn.dot_product_attention, scale=1.0)
         bias = p["bias"]["w"][relative_buckets(size.length, not causal)]
         here = partial(attend, bias=bias.transpose(2, 0, 1)[None], is_causal=causal)
-        for layer in p["layers"]:
-            inner = rms_norm(layer["attention_norm"], x)
-            x = x + attention(size, layer["attention"], inner, here)
+
+        def layer(p: Tree, x: jax.Array) -> jax.Array:
+            inner = rms_norm(p["attention_norm"], x)
+            x = x + attention(size, p["attention"], inner, here)
             if memory is not None:
-                inner = rms_norm(layer["cross_norm"], x)
-                x = x + attention(size, layer["cross"], inner, attend, memory)
-            x = x + block(layer["mlp"], rms_norm(layer["mlp_norm"], x))
-        return rms_norm(p["norm"], x)
+                inner = rms_norm(p["cross_norm"], x)
+                x = x + attention(size, p["cross"], inner, attend, memory)
+            return x + block(p["mlp"], rms_norm(p["mlp_norm"], x))
+
+        return rms_norm(p["norm"], through(p["layers"], x, layer))
 
     memory = stack(p["encoder"], p["embed"]["w"][source], None)
     return linear(p["head"], stack(p["decoder"], p["embed"]["w"][target], memory))
@@ -303,12 +318,14 @@ class Model:
     """A family in one size: functions to be jitted, and their arguments.
 
     Attributes:
+      scanned: whether each parameter of the layers is one array, which a scan goes through.
       dtype: of activations, and of parameters that SGD trains.
       rate: of learning.
     """
 
     family: str
     size: Size
+    scanned: bool = False
     dtype: Any = jnp.bfloat16
     rate: float = 1e-4
 
@@ -348,12 +365,15 @@ class Model:
         family = FAMILIES[self.family]
         shapes = family.shapes(self.size)
         dtype = jnp.float32 if family.adam else self.dtype
-        parameters = random_tree(shapes, jax.random.key(seed, impl="rbg"), dtype)
+
+        def drawn(seed: int) -> Tree:
+            tree = random_tree(shapes, jax.random.key(seed, impl="rbg"), dtype)
+            return stacked(tree) if self.scanned else tree
+
+        parameters = drawn(seed)
         if not family.adam:
             return {"parameters": parameters}
-        mean, square = (
-            random_tree(shapes, jax.random.key(seed + i, impl="rbg"), dtype) for i in (1, 2)
-        )
+        mean, square = drawn(seed + 1), drawn(seed + 2)
         square = jax.tree.map(jnp.square, square)
         return {"parameters": parameters, "mean": mean, "square": square, "count": jnp.float32(9)}
 
@@ -367,6 +387,13 @@ class Model:
         shape = size.batch, size.length
         number = FAMILIES[self.family].inputs + 1
         return tuple(jax.random.randint(key, shape, 0, size.vocabulary) for key in keys[:number])
+
+
+def stacked(p: Tree) -> Tree:
+    """Returns parameters, those of layers with a leading axis for all of them."""
+    if isinstance(p, list):
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *p)
+    return {name: stacked(x) for name, x in p.items()} if isinstance(p, dict) else p
 
 
 def random_tree(shapes: Tree, key: jax.Array, dtype: Any) -> Tree:

@@ -6,9 +6,10 @@
     python benchmarks/models.py --build-only FOLDER   # on a machine with a compiler, no GPU
 
 The models are those of `model_programs.py` in plain `jax.numpy`, and the dense ones in Flax nnx
-(`nnx_programs.py`), unchanged. A training step is the loss, its gradients and an update of the
-parameters, which are donated; a forward pass is the loss alone. Both candidates are jitted, start
-from the same random numbers and take turns in one process:
+(`nnx_programs.py`), unchanged; with `--frameworks scan` in `jax.numpy`, their layers a
+`jax.lax.scan`. A training step is the loss, its gradients and an update of the parameters, which
+are donated; a forward pass is the loss alone. Both candidates are jitted, start from the same
+random numbers and take turns in one process:
 
     XLA          jax.jit(step), nnx.jit(step)
     accelerated  jax.jit(jhg.accelerate(step)), nnx.jit(nn.accelerate(step))
@@ -47,6 +48,7 @@ from jax_hopper_gemm.testing.lowered import all_specs_of
 REGIMES = ("burst", "kernels", "sustained")
 SIZES = ("small", "large")
 FRAMEWORKS = ("jnp", "nnx")
+SCAN = "scan"  # jnp with layers in a `jax.lax.scan`
 WHAT = ("forward", "training")
 CANDIDATES = ("XLA", "accelerated")
 RECIPES = {
@@ -69,7 +71,8 @@ class Program:
 
     @property
     def model(self) -> Model:
-        return Model(self.family, FAMILIES[self.family].sizes[self.size])
+        size = FAMILIES[self.family].sizes[self.size]
+        return Model(self.family, size, scanned=self.framework == SCAN)
 
     @property
     def kind(self) -> str:
@@ -119,7 +122,7 @@ class Program:
     def abstract(self, accelerated: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns a candidate as a function of arrays, and its arguments' shapes; needs no GPU."""
         training, batch = self.what == "training", jax.eval_shape(self.model.batch)
-        if self.framework == "jnp":
+        if self.framework != "nnx":
             wrap = self.accelerate(jhg) if accelerated else _unchanged
             state = jax.eval_shape(self.model.state)
             if training:
@@ -247,7 +250,9 @@ def add_choices(parser: argparse.ArgumentParser, families: Iterable[str]) -> Non
     """Adds the options that `programs` reads, but for the recipe."""
     parser.add_argument("--models", nargs="+", choices=families, default=list(families))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument(
+        "--frameworks", nargs="+", choices=(*FRAMEWORKS, SCAN), default=[*FRAMEWORKS]
+    )
     parser.add_argument("--forward-only", action="store_true", help="no training steps")
 
 
@@ -258,7 +263,7 @@ def programs(arguments: argparse.Namespace) -> list[Program]:
         for size in arguments.sizes
         for framework in arguments.frameworks
         for what in (WHAT[:1] if arguments.forward_only else WHAT)
-        if framework == "jnp" or FAMILIES[family].kind == "dense"
+        if framework != "nnx" or FAMILIES[family].kind == "dense"
     ]
 
 

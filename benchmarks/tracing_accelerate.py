@@ -19,17 +19,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from model_parameters import Size
-from model_programs import (
-    FAMILIES,
-    Model,
-    Tree,
-    attention,
-    gated_mlp,
-    linear,
-    rms_norm,
-    rotary_attend,
-)
+from model_programs import FAMILIES, Model
 from tracing import clear_caches
 
 import jax_hopper_gemm as jhg
@@ -41,35 +31,15 @@ CANDIDATES: dict[str, Callable[..., Any]] = {
 }
 
 
-def scanned_llama(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
-    """`model_programs.llama`, each parameter of its layers one array for all of them."""
-
-    def layer(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
-        inner = rms_norm(p["attention_norm"], x)
-        x = x + attention(size, p["attention"], inner, rotary_attend)
-        return x + gated_mlp(p["mlp"], rms_norm(p["mlp_norm"], x), jax.nn.silu), None
-
-    x, _ = jax.lax.scan(layer, p["embed"]["w"][tokens], p["layers"])
-    return linear(p["head"], rms_norm(p["norm"], x))
-
-
 def lower(candidate: str, layers: int, scanned: bool) -> tuple[float, float]:
     """Traces and lowers a step for CUDA; returns CPU and wall time in seconds."""
-    family = "scanned llama" if scanned else "llama"
-    model = Model(family, replace(FAMILIES["llama"].sizes["small"], layers=layers))
+    model = Model("llama", replace(FAMILIES["llama"].sizes["small"], layers=layers), scanned)
     state, batch = jax.eval_shape(model.state), jax.eval_shape(model.batch)
-    if scanned:
-        stacked = jax.tree.map(lambda *x: stack_of(x), *state["parameters"]["layers"])
-        state["parameters"]["layers"] = stacked
     gc.collect()
     cpu, wall = time.process_time(), time.perf_counter()
     step = jax.jit(CANDIDATES[candidate](model.step))
     step.trace(state, batch).lower(lowering_platforms=("cuda",))
     return time.process_time() - cpu, time.perf_counter() - wall
-
-
-def stack_of(arrays: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((len(arrays), *arrays[0].shape), arrays[0].dtype)
 
 
 def main() -> None:
@@ -80,7 +50,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm", action="store_true", help="keep the caches of this library")
     args = parser.parse_args()
-    FAMILIES["scanned llama"] = replace(FAMILIES["llama"], logits=scanned_llama)
     caches = "JAX's caches cleared" if args.warm else "all caches cleared"
     print(f"jax {jax.__version__}, {args.layers} layers, {args.rounds} rounds, {caches}")
     print("| layers | program | CPU min, s | over jnp | wall min, s |\n|---|---|---|---|---|")

@@ -23,6 +23,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import TARGET, launcher_violation
+from .barriers import before_barrier
 from .canonical import rounds_operands
 from .decide import Decision, decide
 from .devices import current_device, lowers_shard, platforms_of
@@ -156,10 +157,9 @@ def mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap
 def mark_options(call: Call, results: Any) -> Any:
     """Returns what a bare product gave; says of it which options derivatives need."""
     if (limit := call.request.options.max_sms) is not None:
-        operation: Any = list(results)[0].owner
-        operation.attributes[MAX_SMS] = mlir.ir_attribute(limit)
+        before_barrier(list(results)[0]).owner.attributes[MAX_SMS] = mlir.ir_attribute(limit)
     if call.request.options.batch_invariant:
-        list[Any](results)[0].owner.attributes[BATCH_INVARIANT] = ir.UnitAttr.get()
+        before_barrier(list(results)[0]).owner.attributes[BATCH_INVARIANT] = ir.UnitAttr.get()
     return results
 
 
@@ -169,10 +169,12 @@ def product_at(value: Any) -> Call | None:
     It is a launch of ours or a product of XLA's. Nothing else may use the value yet: the
     product would be computed for that as well.
     """
-    operation = value.owner
+    made = before_barrier(value)
+    operation = made.owner
     if not hasattr(operation, "results"):  # a block, of which the value is an argument
         return None
-    if value != operation.results[0] or list(value.uses):
+    uses = len(list(value.uses)), len(list(made.uses))
+    if made != operation.results[0] or uses != (0, int(made != value)):
         return None
     if PRODUCT in operation.attributes:
         subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
@@ -237,7 +239,7 @@ def _whole(value: Any) -> Any:
 
 def is_launch(value: Any) -> bool:
     """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
-    return PRODUCT in value.owner.attributes
+    return PRODUCT in before_barrier(value).owner.attributes
 
 
 def _precision_of_launch(attributes: Any) -> Any:

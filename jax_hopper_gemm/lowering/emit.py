@@ -25,6 +25,7 @@ from ..gemm.grid import result_shapes
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
+from .barriers import before_barrier, behind_barrier
 from .call import Call, mark_options, mark_product
 from .devices import devices_of, with_partitions
 from .finish import finished_results
@@ -90,11 +91,13 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     )  # fmt: skip
     operands = call.operands if route.fusion else ()
     context = ctx.replace(avals_in=launch.in_avals)
-    results = list(lower_jaxpr(context, launch, *values, *operands, lines=ctx.traceback))
+    results = lower_jaxpr(context, launch, *values, *operands, lines=ctx.traceback)
+    results = [behind_barrier(x) for x in results]
     if route.fusion:
         return results
     if not (request.blocks or request.k_group or request.panels or route.gemm.padded):
-        mark_product(results[0].owner, request, route.gemm.problem, swap_ab=route.gemm.swap_ab)
+        operation = before_barrier(results[0]).owner
+        mark_product(operation, request, route.gemm.problem, swap_ab=route.gemm.swap_ab)
     return mark_options(call, results)
 
 

@@ -26,6 +26,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from ..launch.ffi_target import TARGET
 from ..launch.plan import LaunchPlan, make_cut_plan
+from .barriers import behind_barrier
 from .call import CUT, Call
 from .canonical import scale_letters
 from .devices import lowers_shard
@@ -54,7 +55,8 @@ class Array(NamedTuple):
 def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
     """Returns the arrays that a launch reads, in their order."""
     follows = _epilogue_operands(ctx, call, route) if route.fusion else []
-    integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, call.index) if x is not None]
+    index = None if call.index is None else behind_barrier(call.index)
+    integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, index) if x is not None]
     scales = _group_scales if call.request.k_group else _block_scales
     of_scales = scales(ctx, call, route) if call.scales else []
     return [*_factors(ctx, call, route), *follows, *integers, *of_scales]

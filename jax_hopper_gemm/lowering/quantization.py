@@ -25,6 +25,7 @@ from ..gemm.quantization import EXTENT_MULTIPLE, SOURCES, TARGETS, TILE, Quantiz
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import make_quantize_plan
+from .barriers import behind_barrier
 from .call import device_of
 from .devices import devices_of
 from .launch_operands import Array, launch_attributes
@@ -61,7 +62,7 @@ def lower_quantize(
     if transposed or block == 1:  # a kernel writes scales of lines by lines last
         (turned,) = Array.of(scale, np.float32).changed(ctx, lambda y: jnp.swapaxes(y, -1, -2))
         scale = turned.value
-    return [launch.results[f"{way}values"], scale]
+    return [behind_barrier(launch.results[f"{way}values"]), behind_barrier(scale)]
 
 
 class _Launch:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_hopper_gemm import accelerate
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.ops import einsum, gated_linear_unit, matmul
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -116,6 +117,58 @@ def _plain_layers(x, weights):
     return jax.lax.fori_loop(0, 4, lambda i, x: x @ weights[i], x)
 
 
+def _kept(x, weights, product):
+    """Layers that keep what the next one reads, as for gradients."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = product(x, w)
+        return y, y
+
+    return jax.lax.scan(layer, x, weights)
+
+
+def _last_first(x, weights, product):
+    """The same from the last layer to the first, each cut out and stored where its number says."""
+
+    def layer(i: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, kept = state
+        start = (len(weights) - 1 - i, 0, 0)
+        part = jax.lax.dynamic_slice(weights, start, (1, *weights.shape[1:]))
+        y = product(x, part.reshape(weights.shape[1:]))
+        return y, jax.lax.dynamic_update_slice(kept, y[None], start)
+
+    kept = jnp.zeros((len(weights), *x.shape), x.dtype)
+    return jax.lax.fori_loop(0, len(weights), layer, (x, kept))
+
+
+def _updated(weights, inputs, cotangents):
+    """A step of gradient descent in each layer; `weights` may lie where the results do."""
+
+    def layer(_: None, own: Any) -> tuple[None, jax.Array]:
+        w, x, cotangent = own
+        return None, w - 0.25 * (x.T @ cotangent)
+
+    return jax.lax.scan(layer, None, (weights, inputs, cotangents))[1]
+
+
+def _accumulated(total, inputs, cotangents):
+    """The gradient of some batches, one after the other."""
+
+    def batch(total: jax.Array, own: Any) -> tuple[jax.Array, None]:
+        x, cotangent = own
+        return total + jnp.matmul(x.T, cotangent, preferred_element_type=jnp.float32), None
+
+    return jax.lax.scan(batch, total, (inputs, cotangents))[0]
+
+
+def _gelu_layer(x, w):
+    return _hopper(matmul, x, w, activation="gelu")
+
+
+def _plain_gelu_layer(x, w):
+    return jax.nn.gelu(x @ w)
+
+
 def _route(y):
     weights = jax.nn.softmax(y)
     return (weights, *jax.lax.top_k(weights, 8))
@@ -125,9 +178,28 @@ def _statistics(y):
     return y, jnp.sum(y, 0), jnp.sum(y, 1), jnp.max(jnp.abs(y)), jax.nn.logsumexp(y, -1)
 
 
-X, OUT = (TOKENS, WIDTH), (TOKENS, WIDTH)
+X, OUT, STACK = (TOKENS, WIDTH), (TOKENS, WIDTH), (4, WIDTH, WIDTH)
 PROGRAMS = {
-    "layers in a stack": Program(_layers, _plain_layers, (X, (4, WIDTH, WIDTH)), 1),
+    "layers in a stack": Program(_layers, _plain_layers, (X, STACK), 1),
+    "layers that are kept": Program(
+        lambda x, w: _kept(x, w, _gelu_layer), lambda x, w: _kept(x, w, _plain_gelu_layer),
+        (X, STACK), 1,
+    ),
+    "layers that are kept, training": Program(
+        _training(lambda x, w: _kept(x, w, _gelu_layer)[0]),
+        _training(lambda x, w: _kept(x, w, _plain_gelu_layer)[0]), (OUT, X, STACK), 3,
+    ),
+    "layers, the last one first": Program(
+        lambda x, w: _last_first(x, w, _gelu_layer),
+        lambda x, w: _last_first(x, w, _plain_gelu_layer), (X, STACK), 1,
+    ),
+    "layers, updated": Program(
+        accelerate(_updated, implementation="hopper"), _updated, (STACK, *[(4, *X)] * 2), 1,
+    ),
+    "batches, accumulated": Program(
+        accelerate(_accumulated, implementation="hopper"), _accumulated,
+        ((WIDTH, WIDTH), *[(4, *X)] * 2), 1, float32=(0,), donated=(0,),
+    ),
     "gelu MLP, training": Program(
         _training(_gelu_mlp), _training(_plain_gelu_mlp),
         (OUT, X, (WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, WIDTH), (WIDTH,)), 6,
