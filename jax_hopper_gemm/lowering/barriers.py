@@ -36,7 +36,8 @@ def _may_be_in_loop() -> bool:
 
     A shard of a program for several devices is in a module of its own until XLA partitions that.
     """
-    operation: Any = ir.InsertionPoint.current.block.owner.operation
+    current: Any = ir.InsertionPoint.current
+    operation = current.block.owner.operation
     if operation.name != "func.func" or lowers_shard():
         return True
     return operation.attributes["sym_name"].value != "main"
