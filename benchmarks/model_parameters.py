@@ -1,9 +1,12 @@
-"""Extents of the models of `model_programs.py`, and the shapes of their parameters."""
+"""Extents of the models of `model_programs.py`, their parameters' shapes, and random ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 Tree = Any
 PATCH = 16  # pixels along each side of a patch of ViT
@@ -108,3 +111,23 @@ def t5(size: Size) -> Tree:
         "embed": linear(size.vocabulary, size.width), "encoder": stack(),
         "decoder": stack(cross=attention(size)), "head": linear(size.width, size.vocabulary),
     }  # fmt: skip
+
+
+def stacked(p: Tree) -> Tree:
+    """Returns parameters, those of layers with a leading axis for all of them."""
+    if isinstance(p, list):
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *p)
+    return {name: stacked(x) for name, x in p.items()} if isinstance(p, dict) else p
+
+
+def random_tree(shapes: Tree, key: jax.Array, dtype: Any) -> Tree:
+    """Returns normal numbers: matrices keep the size of what they multiply, scales are about 1."""
+
+    def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        number = sum(map(ord, jax.tree_util.keystr(path)))
+        values = jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+        scale = min(shape[-2:]) ** -0.5 if len(shape) > 1 else 0.1
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return (values * scale + mean).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import model_parameters as shapes
-from model_parameters import BUCKETS, FARTHEST, PATCH, Size, Tree
+from model_parameters import BUCKETS, FARTHEST, PATCH, Size, Tree, random_tree, stacked
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8  # of Adam
 
@@ -387,23 +387,3 @@ class Model:
         shape = size.batch, size.length
         number = FAMILIES[self.family].inputs + 1
         return tuple(jax.random.randint(key, shape, 0, size.vocabulary) for key in keys[:number])
-
-
-def stacked(p: Tree) -> Tree:
-    """Returns parameters, those of layers with a leading axis for all of them."""
-    if isinstance(p, list):
-        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *p)
-    return {name: stacked(x) for name, x in p.items()} if isinstance(p, dict) else p
-
-
-def random_tree(shapes: Tree, key: jax.Array, dtype: Any) -> Tree:
-    """Returns normal numbers: matrices keep the size of what they multiply, scales are about 1."""
-
-    def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
-        number = sum(map(ord, jax.tree_util.keystr(path)))
-        values = jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
-        scale = min(shape[-2:]) ** -0.5 if len(shape) > 1 else 0.1
-        mean = 1.0 if path[-1].key == "scale" else 0.0
-        return (values * scale + mean).astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))

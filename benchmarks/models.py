@@ -250,9 +250,8 @@ def add_choices(parser: argparse.ArgumentParser, families: Iterable[str]) -> Non
     """Adds the options that `programs` reads, but for the recipe."""
     parser.add_argument("--models", nargs="+", choices=families, default=list(families))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument(
-        "--frameworks", nargs="+", choices=(*FRAMEWORKS, SCAN), default=[*FRAMEWORKS]
-    )
+    frameworks = (*FRAMEWORKS, SCAN)
+    parser.add_argument("--frameworks", nargs="+", choices=frameworks, default=list(FRAMEWORKS))
     parser.add_argument("--forward-only", action="store_true", help="no training steps")
 
 

@@ -15,7 +15,7 @@ import pytest
 from model_parameters import Size
 from model_programs import FAMILIES, Model
 from support.covering import ALL
-from support.program_inspection import equations, normal, products_of
+from support.program_inspection import equations, normal, operations, products_of
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.reports import ProductReport
@@ -65,6 +65,15 @@ def tiny(family: str, layers: int = 1) -> Model:
         active=min(large.active, 2), gated=large.gated,
     )  # fmt: skip
     return Model(family, size, rate=0.1 if adam else 3.0)  # changes are as large as parameters
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])  # each goes through its layers itself
+def test_a_scan_over_stacks_is_the_layers_one_after_the_other(family):
+    model = replace(tiny(family, 2), dtype=jnp.float32)
+    scanned, batch = replace(model, scanned=True), model.batch()
+    results = [jax.jit(x.forward)(x.state()["parameters"], batch) for x in (model, scanned)]
+    assert operations(scanned.loss, scanned.state()["parameters"], batch)["scan"]
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
 
 
 def fused_kernels(function: Any, *args: Any) -> int:

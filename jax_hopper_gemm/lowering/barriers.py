@@ -3,8 +3,9 @@
 XLA lets a call read its operand in a stack that a loop goes through, and write its result into one,
 where the offset follows from the loop's counter: nothing is copied. But of a result that something
 else reads, too, as the rest of a layer reads what its gradients need again, another copy of the
-call is written, so it runs twice; and a call that reads the counter itself is an error. Both were
-so in jaxlib 0.11.2. Behind a barrier XLA finds neither, and reads operands in place as before.
+call is written, so it runs twice; and a call that reads a number which is also such an offset,
+computed from the counter, is an error. Both were so in jaxlib 0.11.2. Behind a barrier XLA finds
+neither, and reads operands in place as before.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from .devices import lowers_shard
+from .devices import is_whole_program
 
 _BARRIER = "stablehlo.optimization_barrier"
 
 
 def behind_barrier(value: Any) -> Any:
-    """Returns an MLIR value; where that may be in a loop, as a barrier hands it on."""
-    return stablehlo.OptimizationBarrierOp([value]).results[0] if _may_be_in_loop() else value
+    """Returns an MLIR value, as a barrier hands it on unless it stands outside of all functions.
+
+    Elsewhere it may be in a loop.
+    """
+    current: Any = ir.InsertionPoint.current
+    if is_whole_program(current.block.owner):
+        return value
+    return stablehlo.OptimizationBarrierOp([value]).results[0]
 
 
 def before_barrier(value: Any) -> Any:
@@ -29,15 +36,3 @@ def before_barrier(value: Any) -> Any:
     operation = value.owner
     is_barrier = getattr(operation, "name", None) == _BARRIER and len(operation.operands) == 1
     return operation.operands[0] if is_barrier else value
-
-
-def _may_be_in_loop() -> bool:
-    """Whether what is lowered now may run more than once: it is not outside of all functions.
-
-    A shard of a program for several devices is in a module of its own until XLA partitions that.
-    """
-    current: Any = ir.InsertionPoint.current
-    operation = current.block.owner.operation
-    if operation.name != "func.func" or lowers_shard():
-        return True
-    return operation.attributes["sym_name"].value != "main"

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import jax
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -59,6 +60,16 @@ def lowering_shard() -> Iterator[None]:
 def lowers_shard() -> bool:
     """Whether this thread lowers within `lowering_shard`."""
     return _in_shard.get()
+
+
+def is_whole_program(operation: Any) -> bool:
+    """Whether an operation of MLIR is the function of the whole program that is being lowered.
+
+    A shard's is not: XLA puts it in the place of a call.
+    """
+    names = operation.attributes
+    is_main = "sym_name" in names and ir.StringAttr(names["sym_name"]).value == "main"
+    return is_main and not lowers_shard()
 
 
 def permuted_sharding(sharding: Any, permutation: tuple[int, ...]) -> Any:

@@ -29,7 +29,7 @@ from ..launch.plan import LaunchPlan, make_cut_plan
 from .barriers import behind_barrier
 from .call import CUT, Call
 from .canonical import scale_letters
-from .devices import lowers_shard
+from .devices import is_whole_program
 from .register import lower_jaxpr
 from .request import Request
 from .route import Route
@@ -188,17 +188,11 @@ def overwriting_results(
 
 
 def _kept(value: ir.Value) -> bool:
-    """Whether a value is an argument of the whole program that the caller does not donate.
-
-    A shard's program is no caller's: XLA puts it in the place of a call.
-    """
-    if lowers_shard() or not isinstance(value.owner, ir.Block):
+    """Whether a value is an argument of the whole program that the caller does not donate."""
+    if not isinstance(value.owner, ir.Block) or not is_whole_program(value.owner.owner):
         return False
-    function = value.owner.owner
-    names = function.attributes
-    if "sym_name" not in names or ir.StringAttr(names["sym_name"]).value != "main":
-        return False
-    attributes = ir.ArrayAttr(names["arg_attrs"])[ir.BlockArgument(value).arg_number]
+    arguments = ir.ArrayAttr(value.owner.owner.attributes["arg_attrs"])
+    attributes = arguments[ir.BlockArgument(value).arg_number]
     donated = ("tf.aliasing_output", "jax.buffer_donor")
     return not any(name in ir.DictAttr(attributes) for name in donated)
 
