@@ -4,7 +4,8 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/grouped_choices.py --json choices.json
 
 Each product runs as users call it, by each of its kernels of least expected cost in place of the
-one that dispatch chooses, in turns. Sizes are uneven. Burst regime, CUPTI.
+one that dispatch chooses, in turns. Sizes are uneven, rows are gathered in a random order, and
+quantized arrays come as such. Burst regime, CUPTI.
 """
 
 from __future__ import annotations
@@ -13,27 +14,33 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 from unittest import mock
 
 import command_line
 import jax
 import jax.numpy as jnp
-from grouped_products import SIZES, WHAT, Shape, abstract, ours, random_inputs
+import numpy as np
+from grouped_products import SIZES, Function, Shape, abstract, by_ragged_dot, ours, random_inputs
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import Device, choice
-from jax_hopper_gemm.dispatch.candidates import considered_specs
+from jax_hopper_gemm.dispatch.candidates import considered_specs, tuner_specs, types_of
 from jax_hopper_gemm.dispatch.choice import Decision
+from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import rough_estimate
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.model import best_kernel
+from jax_hopper_gemm.gemm.kernel_params import spec_from_json
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.lowering.call import launches_in
 from jax_hopper_gemm.testing import timing
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of
 
 LAYERS = (  # experts, K, N, and rows of all experts
     (8, 4096, 14336, (64, 512, 2048, 8192)), (8, 14336, 4096, (512, 4096)),
@@ -43,61 +50,148 @@ LAYERS = (  # experts, K, N, and rows of all experts
     (128, 2048, 1536, (256, 1024, 4096, 16384, 65536)), (128, 2880, 5760, (1024, 4096)),
 )  # fmt: skip
 SHAPES = [Shape(e, tokens, k, n) for e, k, n, rows in LAYERS for tokens in rows]
+Prepared = Callable[[jax.Array, jax.Array], tuple[Any, Any]]  # of x and w, before time is taken
 
 
-def candidates(what: str, shape: Shape, count: int) -> Iterator[tuple[GemmSpec, float]]:
-    """Yields the choice of dispatch and others of least expected cost, with that cost in us."""
-    seen: list[tuple[GemmProblem, Device, Decision]] = []
+def gated(x, w, w0, g, sizes, row_indices=None):
+    """Gate and up are the halves of N."""
+    experts, k, n = w.shape
+    return jhg.gated_linear_unit(
+        x, w.reshape(experts, k, 2, n // 2), group_sizes=sizes, row_indices=row_indices,
+        implementation="hopper",
+    )  # fmt: skip
+
+
+def gathered(rows: int) -> dict[str, Function]:
+    """Returns products of rows in a random order."""
+    order = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    functions = by_ragged_dot(
+        partial(jhg.ragged_dot, row_indices=order, implementation="hopper")
+    ) | {"gated": partial(gated, row_indices=order)}
+    return {f"gathered {what}": function for what, function in functions.items()}
+
+
+def functions(shape: Shape) -> dict[str, Function]:
+    def quantized(x, w, w0, g, sizes):
+        return jhg.ragged_dot(
+            x, w, sizes, preferred_element_type=jnp.bfloat16, implementation="hopper"
+        )
+
+    return ours() | {"gated": gated} | gathered(shape.tokens) | dict.fromkeys(QUANTIZED, quantized)
+
+
+QUANTIZED: dict[str, Prepared] = {
+    "int8": lambda x, w: (x, jhg.quantize(w, jnp.int8, (1, None, 1))),
+    "int4": lambda x, w: (x, jhg.quantize(w, jnp.int4, (1, 128, 1))),
+    "e4m3": lambda x, w: (jhg.quantize(x), jhg.quantize(w, block=(1, None, None))),
+    "e4m3 by blocks": lambda x, w: (
+        jhg.quantize(x, block=(1, 128)), jhg.quantize(w, block=(1, 128, 128))
+    ),
+}  # fmt: skip
+WHAT = (
+    "forward", "data", "weight", "gated",
+    "gathered forward", "gathered weight", "gathered gated", *QUANTIZED,
+)  # fmt: skip
+
+
+def inputs_of(what: str, x: Any, w: Any, *others: Any) -> tuple[Any, ...]:
+    """Returns the arguments of a product's function."""
+    return (*QUANTIZED.get(what, lambda *pair: pair)(x, w), *others)
+
+
+def traced(what: str, shape: Shape) -> tuple[Any, ...]:
+    """Returns a product's function and the shapes of its arguments."""
+    return functions(shape)[what], *jax.eval_shape(partial(inputs_of, what), *abstract(shape))
+
+
+def decided(what: str, shape: Shape) -> tuple[GemmProblem, Device, GemmSpec]:
+    """Returns the problem of the kernel that dispatch takes, and that kernel."""
+    seen: dict[GemmSpec | None, tuple[GemmProblem, Device]] = {}
 
     def record(problem: GemmProblem, device: Device, *how: Any) -> Decision:
-        seen.append((problem, device, chosen(problem, device, *how)))
-        return seen[-1][-1]
+        decision = chosen(problem, device, *how)
+        seen[decision.spec] = problem, device
+        return decision
 
     chosen = choice._choose
     with mock.patch.object(choice, "_choose", record):
-        specs_of(ours()[what], *abstract(shape))
-    problem, device, decision = seen[0]
-    spec = decision.spec
-    left = dict.fromkeys(considered_specs(problem))
-    while spec and count:
+        (spec,) = specs_of(*traced(what, shape))
+    return *seen[spec], spec
+
+
+def candidates(
+    problem: GemmProblem, device: Device, first: GemmSpec, count: int, untried: int
+) -> Iterator[tuple[GemmSpec, float]]:
+    """Yields the choice of dispatch and others of least expected cost, with that cost in us."""
+
+    def cheapest(specs: Iterable[GemmSpec], count: int) -> Iterator[GemmSpec]:
+        """Yields the best, the best of the others, and so on."""
+        left = list(specs)
+        while count and (best := best_kernel(problem, device, left)[0]):
+            yield best.spec
+            left = [x for x in left if tiles_of(x) != tiles_of(best.spec)]
+            count -= 1
+
+    known = dict.fromkeys([first, *considered_specs(problem)])
+    tried = {tiles_of(spec) for spec in known}
+    legal = (spec for kind in types_of(problem) for spec in tuner_specs(kind))
+    others = (spec for spec in legal if tiles_of(spec) not in tried)
+    usual = (spec for spec in known if spec != first)
+    for spec in (first, *cheapest(usual, count - 1), *cheapest(others, untried)):
         yield spec, rough_estimate(problem, spec, device).ns / 1e3
-        left.pop(spec, None)  # a measured choice need not be considered
-        best, _ = best_kernel(problem, device, left)
-        spec, count = best and best.spec, count - 1
 
 
-def by_kernel(what: str, shape: Shape, spec: GemmSpec) -> Callable[..., Any]:
+def tiles_of(spec: GemmSpec) -> Config:
+    """Returns a kernel's configuration but for its tile scheduler and epilogue tiles."""
+    return replace(Config.of(spec), tile_scheduler="static", epi_tile_n=None)
+
+
+def by_kernel(what: str, shape: Shape, of: GemmProblem, spec: GemmSpec) -> Callable[..., Any]:
     """Returns the product, compiled, by a kernel."""
 
     def choose(problem: GemmProblem, device: Device, *how: Any) -> Decision:
+        if problem != of:  # asked about before or beside it
+            return chosen(problem, device, *how)
         return Decision(spec, best_raster_order(problem, spec, device), "to be timed", "model")
 
     jax.clear_caches()  # of what another kernel was lowered for
+    chosen = choice._choose
     with mock.patch.object(choice, "_choose", choose):
-        return jax.jit(ours()[what]).lower(*abstract(shape)).compile()
+        function, *inputs = traced(what, shape)
+        program = jax.jit(function).lower(*inputs)
+    (launch,) = launches_in(program.compiler_ir("stablehlo"))
+    if (launched := spec_from_json(launch.spec)) != spec:
+        raise ValueError(f"{what} {shape}: {launched.name} ran for {spec.name}")
+    return program.compile()
 
 
 def main() -> int:
     parser = command_line.parser(__doc__, rounds=2)
     parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
     parser.add_argument("--kernels", type=int, default=5, help="of each product [5]")
+    parser.add_argument("--untried", type=int, default=0, help="more, not considered [0]")
     arguments = parser.parse_args()
+    counts = arguments.kernels, arguments.untried
     if arguments.build:
-        each = product(arguments.what, SHAPES)
-        found = (candidates(what, shape, arguments.kernels) for what, shape in each)
-        return command_line.build((spec for pairs in found for spec, _ in pairs), arguments.build)
-    return measure(arguments)
+        each = list(product(arguments.what, SHAPES))
+        found = (candidates(*decided(what, shape), *counts) for what, shape in each)
+        quantizing = (all_specs_of(partial(inputs_of, what), *abstract(s)) for what, s in each)
+        specs = chain((spec for pairs in found for spec, _ in pairs), *quantizing)
+        return command_line.build(specs, arguments.build)
+    return measure(arguments, counts)
 
 
-def measure(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, counts: tuple[int, int]) -> int:
     command_line.begin("burst", f"{'':34} {'us':>8} {'fastest':>8} {'ratio':>7}  the choice")
     rows, ratios = [], []
     for what, shape in product(arguments.what, SHAPES):
+        prepare = jax.jit(partial(inputs_of, what))
         sizes = jnp.asarray(SIZES["uneven"](shape.tokens, shape.experts, 0))
-        inputs = [(*arrays, sizes) for arrays in random_inputs(shape)]
-        specs, expected = zip(*candidates(what, shape, arguments.kernels), strict=True)
+        inputs = [prepare(*arrays, sizes) for arrays in random_inputs(shape)]
+        problem, *chosen = decided(what, shape)
+        specs, expected = zip(*candidates(problem, *chosen, *counts), strict=True)
         bursts = {
-            str(i): timing.burst(by_kernel(what, shape, spec), inputs)
+            str(i): timing.burst(by_kernel(what, shape, problem, spec), inputs)
             for i, spec in enumerate(specs)
         }
         timed = timing.alternate(bursts, arguments.rounds, rest=partial(time.sleep, 0.005))

@@ -183,7 +183,8 @@ GROUPED_K_CONFIGS = (
 GATHERED_M_CONFIGS = (
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(64, 256),
+    Config(64, 256, cluster_m=2),
+    Config(64, 128, cluster_m=2),
     Config(64, 128),
     Config(64, 64),
 )

@@ -27,8 +27,7 @@ NAMES = {
 }  # fmt: skip
 
 MESHES = {"data": (2, 1), "tensor": (1, 2)}  # extents of the axes, by which one has both devices
-LAUNCHES = 21  # of the step's products
-LEFT = 6  # of attention's scores: batch axes that do not merge, float32 by bfloat16
+PRODUCTS = 27  # of a step; three may be one launch, and small ones run on XLA
 
 
 def mesh_of(name: str, devices: Any) -> Mesh:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import most_gpus
+from meshes import OTHERS, TARGET, most_gpus
 from moe_programs import (
     AXIS,
     CROWDED,
@@ -27,8 +27,6 @@ from support.bounds import assert_within_bound
 from support.grouped_programs import contraction, rows_product
 
 from jax_hopper_gemm import moe
-
-TARGET = 'custom_call_target="jax_hopper_gemm'
 
 
 @pytest.fixture
@@ -59,11 +57,12 @@ def test_experts_over_gpus_are_the_layer_of_one(program, exchange, mesh, checked
     step = jax.jit(lambda *args: program.spread(mesh, exchange, *args)).lower(*given).compile()
     spread, here = step(*given), jax.jit(program.step)(*arguments)
     program.assert_as_good(spread, here, program.exact(arguments), summed(exchange, mesh))
-    text = step.as_text() or ""
+    text, specs = step.as_text() or "", program.spread_specs(mesh.size, exchange)
+    assert all(f"{spec.name} M=" in text for spec in specs)
+    assert text.count(TARGET) == len(specs)
     # Gate and up with down, two gradients of each, the router's product and its two gradients.
-    assert text.count(TARGET) == 2 + 4 + 3
-    assert not re.search(r' dot\(|custom_call_target="__cublas|ragged-dot\(', text)
-    for spec in program.spread_specs(mesh.size, exchange):
+    assert len(specs) + len(re.findall(OTHERS, text)) == 2 + 4 + 3
+    for spec in specs:
         checked(spec)
 
 

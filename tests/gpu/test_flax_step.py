@@ -50,15 +50,15 @@ def test_the_block_of_the_notebook_learns_on_shares_as_on_xla(axis, checked):
         notebook = notebook_block.defined()
         step = notebook_block.lowered(notebook).compile()
         text = step.as_text() or ""
-        assert text.count(TARGET) == notebook_block.LAUNCHES
-        assert len(re.findall(OTHERS, text)) <= notebook_block.LEFT
         assert "jax_hopper_gemm.v1.partition" not in text
         found = learned(lambda step: nnx.jit(nn.accelerate(step)))
         expected = learned(nnx.jit)
     assert found[1][-1] < 0.75 * found[1][0]
     assert_learned_alike(found, expected, parameters(notebook.model))
     specs = notebook_block.specs(axis)
-    assert len(specs) == notebook_block.LAUNCHES
+    products = sum(spec.panels for spec in specs)
+    assert text.count(TARGET) == len(specs)
+    assert products + len(re.findall(OTHERS, text)) <= notebook_block.PRODUCTS
     for spec in specs:
         assert f"{spec.name} M=" in text
         checked(spec)
