@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from support import bounds
 from support.collectives import collectives
 from support.mesh_programs import AXIS, DEVICES
 
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import tolerance
 
 TARGET = 'custom_call_target="jax_hopper_gemm.v1.launch"'
@@ -58,6 +61,15 @@ def runs_on_kernels(program: Any, mesh: Mesh) -> tuple[Any, str]:
 def moved(program: Any) -> dict[str, int]:
     """Returns the bytes that each kind of collective gives; XLA may make one of several."""
     return {kind: size for kind, (_, size) in collectives(program.as_text()).items()}
+
+
+def launched(text: str) -> Counter[str]:
+    """Returns the kernels that a compiled program launches, by name, and how often."""
+    return Counter(re.findall(TARGET + r".*?(jhg_\w+) M=", text))
+
+
+def names(specs: Iterable[GemmSpec]) -> Counter[str]:
+    return Counter(spec.name for spec in specs)
 
 
 def note(program: Any, text: str, checked: Any) -> None:

