@@ -5,7 +5,8 @@
 
 Each product runs as users call it, by each of its kernels of least expected cost in place of the
 one that dispatch chooses, in turns. Sizes are uneven, rows are gathered in a random order, and
-quantized arrays come as such. Burst regime, CUPTI.
+quantized arrays come as such. `--untried` adds kernels that dispatch does not consider, of least
+expected cost. Burst regime, CUPTI.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import rough_estimate
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.model import best_kernel
-from jax_hopper_gemm.gemm.kernel_params import spec_from_json
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec, spec_from_json
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.call import launches_in
@@ -65,9 +66,8 @@ def gated(x, w, w0, g, sizes, row_indices=None):
 def gathered(rows: int) -> dict[str, Function]:
     """Returns products of rows in a random order."""
     order = np.random.default_rng(0).permutation(rows).astype(np.int32)
-    functions = by_ragged_dot(
-        partial(jhg.ragged_dot, row_indices=order, implementation="hopper")
-    ) | {"gated": partial(gated, row_indices=order)}
+    ragged_dot = partial(jhg.ragged_dot, row_indices=order, implementation="hopper")
+    functions = by_ragged_dot(ragged_dot) | {"gated": partial(gated, row_indices=order)}
     return {f"gathered {what}": function for what, function in functions.items()}
 
 
@@ -165,18 +165,23 @@ def by_kernel(what: str, shape: Shape, of: GemmProblem, spec: GemmSpec) -> Calla
     return program.compile()
 
 
+def built(what: str, shape: Shape, counts: tuple[int, int]) -> Iterator[KernelSpec]:
+    """Yields the kernels of a product, and those that quantize its arguments."""
+    for spec, _ in candidates(*decided(what, shape), *counts):
+        yield spec
+    yield from all_specs_of(partial(inputs_of, what), *abstract(shape))
+
+
 def main() -> int:
     parser = command_line.parser(__doc__, rounds=2)
     parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
     parser.add_argument("--kernels", type=int, default=5, help="of each product [5]")
-    parser.add_argument("--untried", type=int, default=0, help="more, not considered [0]")
+    parser.add_argument("--untried", type=int, default=0, help="more, of other tiles [0]")
     arguments = parser.parse_args()
     counts = arguments.kernels, arguments.untried
     if arguments.build:
-        each = list(product(arguments.what, SHAPES))
-        found = (candidates(*decided(what, shape), *counts) for what, shape in each)
-        quantizing = (all_specs_of(partial(inputs_of, what), *abstract(s)) for what, s in each)
-        specs = chain((spec for pairs in found for spec, _ in pairs), *quantizing)
+        each = product(arguments.what, SHAPES)
+        specs = chain.from_iterable(built(what, shape, counts) for what, shape in each)
         return command_line.build(specs, arguments.build)
     return measure(arguments, counts)
 
@@ -188,8 +193,8 @@ def measure(arguments: argparse.Namespace, counts: tuple[int, int]) -> int:
         prepare = jax.jit(partial(inputs_of, what))
         sizes = jnp.asarray(SIZES["uneven"](shape.tokens, shape.experts, 0))
         inputs = [prepare(*arrays, sizes) for arrays in random_inputs(shape)]
-        problem, *chosen = decided(what, shape)
-        specs, expected = zip(*candidates(problem, *chosen, *counts), strict=True)
+        problem, device, first = decided(what, shape)
+        specs, expected = zip(*candidates(problem, device, first, *counts), strict=True)
         bursts = {
             str(i): timing.burst(by_kernel(what, shape, problem, spec), inputs)
             for i, spec in enumerate(specs)
