@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.primitives.quantize import hopper_quantize
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+# As one program, not one for each of their operations.
+quantize = jax.jit(jhg.quantize, static_argnames=("dtype", "block", "symmetric"))
+dequantize = jax.jit(jhg.Quantized.dequantize)
 
 
 @dataclass(frozen=True)

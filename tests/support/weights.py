@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support.program_inspection import normal
+from support.quantization import quantize
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
@@ -21,14 +22,13 @@ from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of
 M, N, K, GROUPS = 200, 384, 640, 5
 DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "e4m3": jnp.float8_e4m3fn, "packed": jnp.int4}
 BLOCKS = {"columns": None, "k32": 32, "k64": 64, "k128": 128}
-_quantize = jax.jit(jhg.quantize, static_argnums=(1, 2))
 
 
 def quantized(shape: tuple[int, ...], axis: int, dtype: str, block: int | None, seed: int) -> Any:
     """Returns weights with a scale for each column, or for each `block` along `axis`."""
     blocks: list[int | None] = [1] * len(shape)
     blocks[axis] = block
-    found = _quantize(normal(shape, seed=seed) / 8, DTYPES[dtype], tuple(blocks))
+    found = quantize(normal(shape, seed=seed) / 8, DTYPES[dtype], tuple(blocks))
     return found.pack_weights() if dtype == "packed" else found
 
 
