@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.quantization import dequantize, quantize
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -22,11 +23,11 @@ def weights(block: str, dtype: str = "int8", shape: tuple[int, ...] = (K, N)) ->
     w = np.random.default_rng(1).uniform(-1, 5, shape).astype(np.float32)
     w[..., :32, :32] += 1
     blocks = (*(1,) * (len(shape) - 2), *BLOCKS[block])
-    return jhg.quantize(w, dtype, blocks, symmetric=False)
+    return quantize(w, dtype, blocks, symmetric=False)
 
 
-def activations(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
+def activations(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(jnp.bfloat16)
 
 
 def assert_near(got: Any, x: Any, w: Any) -> None:
@@ -52,15 +53,15 @@ def exact(w: jhg.Quantized) -> np.ndarray:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_zero_points_take_all_numbers_of_a_dtype(block, dtype):
     w = np.random.default_rng(1).uniform(-1, 5, (K, N)).astype(np.float32)
-    quantized = jhg.quantize(w, dtype, BLOCKS[block], symmetric=False)
+    quantized = quantize(w, dtype, BLOCKS[block], symmetric=False)
     assert quantized.zero is not None and quantized.zero.dtype == dtype
     steps = 255 if dtype == "int8" else 15
     np.testing.assert_allclose(exact(quantized), w, atol=1.01 * 6 / steps)
-    np.testing.assert_allclose(quantized.dequantize(), exact(quantized), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(dequantize(quantized), exact(quantized), rtol=1e-6, atol=1e-6)
     assert {*np.asarray(quantized.values, int).ravel()} >= {-steps // 2, steps // 2}
     error, even = (
-        np.abs(np.asarray(x.dequantize()) - w).mean()
-        for x in (quantized, jhg.quantize(w, dtype, BLOCKS[block]))
+        np.abs(np.asarray(dequantize(x)) - w).mean()
+        for x in (quantized, quantize(w, dtype, BLOCKS[block]))
     )
     assert error < 0.7 * even
 
@@ -68,8 +69,9 @@ def test_zero_points_take_all_numbers_of_a_dtype(block, dtype):
 @pytest.mark.slow
 def test_blocks_of_equal_numbers_and_of_zeros_are_exact():
     for value in (0.0, 3.0, -2.0):
-        quantized = jhg.quantize(jnp.full((32, 32), value), "int4", (32, 32), symmetric=False)
-        np.testing.assert_allclose(quantized.dequantize(), value, rtol=1e-6)
+        block = np.full((32, 32), value, np.float32)
+        quantized = quantize(block, "int4", (32, 32), symmetric=False)
+        np.testing.assert_allclose(dequantize(quantized), value, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -78,16 +80,16 @@ def test_blocks_of_equal_numbers_and_of_zeros_are_exact():
 def test_a_block_with_an_infinity_or_a_nan_is_nan(dtype, broken):
     w = np.ones((64, 256), np.float32)
     w[0, 0] = broken
-    quantized = jhg.quantize(w, dtype, (1, None), symmetric=False)
+    quantized = quantize(w, dtype, (1, None), symmetric=False)
     np.testing.assert_array_equal(np.isnan(quantized.scale)[0], np.isnan(broken))
-    assert np.isnan(np.asarray(quantized.dequantize())).sum(1).tolist() == [256] + [0] * 63
+    assert np.isnan(np.asarray(dequantize(quantized))).sum(1).tolist() == [256] + [0] * 63
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "steps"), [("int8", 255), ("int4", 15)])
 def test_the_range_of_a_block_may_be_beyond_float32(dtype, steps):
-    w = jnp.array([2e38, -2e38, 0.0])
-    found = jhg.quantize(w, dtype, symmetric=False).dequantize()
+    w = np.array([2e38, -2e38, 0.0], np.float32)
+    found = dequantize(quantize(w, dtype, symmetric=False))
     np.testing.assert_allclose(found, w, atol=1.01 * 4e38 / steps)
 
 
@@ -96,17 +98,24 @@ def test_the_range_of_a_block_may_be_beyond_float32(dtype, steps):
 def test_products_are_those_of_the_dequantized_weights(block, dtype):
     w, x = weights(block, dtype.replace("packed", "int4")), activations(M, K)
     whole, given = exact(w), w.pack_weights() if dtype == "packed" else w
-    bias = jnp.arange(N, dtype=jnp.float32)
-    assert_near(jhg.matmul(x, given, preferred_element_type=jnp.float32), x, whole)
-    biased = jhg.matmul(x, given, bias=bias, alpha=2.0, preferred_element_type=jnp.float32)
-    assert_near((biased - bias) / 2, x, whole)
-    assert_near(jhg.matmul(x[0], given, preferred_element_type=jnp.float32), x[0], whole)
-    if dtype != "packed":
-        numbers: Any = ((0,), (1,)), ((), ())
-        turned = jhg.dot_general(w, x, numbers, preferred_element_type=jnp.float32)
-        assert_near(turned.T, x, whole)
-        named = jhg.einsum("mk,kn->nm", x, w, preferred_element_type=jnp.float32)
-        assert_near(named.T, x, whole)
+    bias = np.arange(N, dtype=np.float32)
+    float32: Any = {"preferred_element_type": jnp.float32}
+
+    @jax.jit
+    def products(x: Any, w: Any) -> Any:
+        vector = jhg.matmul(x[0], w, **float32)
+        biased = jhg.matmul(x, w, bias=bias, alpha=2.0, **float32)
+        matrices = [jhg.matmul(x, w, **float32), (biased - bias) / 2]
+        if dtype != "packed":
+            numbers: Any = ((0,), (1,)), ((), ())
+            matrices.append(jhg.dot_general(w, x, numbers, **float32).T)
+            matrices.append(jhg.einsum("mk,kn->nm", x, w, **float32).T)
+        return vector, *matrices
+
+    vector, *matrices = products(x, given)
+    assert_near(vector, x[0], whole)
+    for product in matrices:
+        assert_near(product, x, whole)
 
 
 @pytest.mark.slow
@@ -114,14 +123,15 @@ def test_products_are_those_of_the_dequantized_weights(block, dtype):
 def test_batches_groups_and_gates_have_them_too(block):
     w, x = weights(block, shape=(3, K, N)), activations(3, M, K)
     numbers: Any = ((2,), (1,)), ((0,), (0,))
-    out = jhg.dot_general(x, w, numbers, preferred_element_type=jnp.float32)
-    rows = jhg.ragged_dot(x.reshape(-1, K), w, jnp.full(3, M, jnp.int32))
+    out = jax.jit(partial(
+        jhg.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.float32
+    ))(x, w)  # fmt: skip
+    rows = jax.jit(jhg.ragged_dot)(x.reshape(-1, K), w, np.full(3, M, np.int32))
     for i, whole in enumerate(exact(w)):
-        assert_near(out[i], x[i], whole)
-        assert_near(rows[M * i : M * (i + 1)], x[i], whole)
-    assert w.zero is not None
-    pair = [jhg.Quantized(w.values[i], w.scale[i], zero=w.zero[i]) for i in range(2)]
-    gated = jhg.gated_linear_unit(x[0], (pair[0], pair[1]), activation=lambda y: y)
+        assert_near(np.asarray(out)[i], x[i], whole)
+        assert_near(np.asarray(rows)[M * i : M * (i + 1)], x[i], whole)
+    pair = tuple(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], w) for i in range(2))
+    gated = jax.jit(partial(jhg.gated_linear_unit, activation=lambda y: y))(x[0], pair)
     gate, up = (np.asarray(x[0], np.float64) @ exact(whole) for whole in pair)
     np.testing.assert_allclose(np.asarray(gated, np.float64), gate * up, rtol=0.05, atol=30)
 
@@ -131,8 +141,8 @@ def test_batches_groups_and_gates_have_them_too(block):
 def test_gradients_are_those_of_the_dequantized_weights(block):
     w, x = weights(block), activations(M, K)
     dy = activations(M, N)
-    _, pull = jax.vjp(lambda x: jhg.matmul(x, w), x)
-    assert_near(pull(dy)[0], dy, exact(w).T)
+    dx = jax.jit(lambda x, dy: jax.vjp(lambda x: jhg.matmul(x, w), x)[1](dy)[0])(x, dy)
+    assert_near(dx, dy, exact(w).T)
 
 
 @pytest.mark.parametrize(("block", "group"), [("columns", 0), ("groups", 32)])
