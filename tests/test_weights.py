@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import export
 from support.program_inspection import normal
+from support.quantization import dequantize, quantize
 from support.weights import BLOCKS, DTYPES, PROGRAMS, quantized
 
 import jax_hopper_gemm as jhg
@@ -38,7 +39,7 @@ def weights(block: int | None = None, dtype: str = "int8", shape: Any = (K, N), 
 
 
 def float64(x: Any) -> np.ndarray:
-    return np.asarray(x.dequantize() if isinstance(x, jhg.Quantized) else x).astype(np.float64)
+    return np.asarray(dequantize(x) if isinstance(x, jhg.Quantized) else x).astype(np.float64)
 
 
 def assert_product(result: Any, expected: np.ndarray, magnitude: np.ndarray) -> None:
@@ -55,19 +56,24 @@ def assert_product(result: Any, expected: np.ndarray, magnitude: np.ndarray) -> 
 def test_products_are_those_of_dequantized_weights(dtype, block, half):
     x = activations(M, K, dtype=half)
     if dtype == "e5m2":
-        w = jhg.quantize(normal((K, N), seed=1), jnp.float8_e5m2, (BLOCKS[block], 1))
+        w = quantize(normal((K, N), seed=1), jnp.float8_e5m2, (BLOCKS[block], 1))
     else:
         w = weights(BLOCKS[block], dtype)
     assert w.shape == (K, N)
     expected = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
-    turned = jhg.Quantized(w.values.T, w.scale.T) if not w.packed else w
-    results = [
-        jhg.matmul(x, w), jax.jit(jhg.matmul)(x, w), jhg.dot_general(x, w, NUMBERS),
-        jhg.einsum("mk,kn->mn", x, w), jhg.einsum("mk,kn->nm", x, w).T,
-    ]  # fmt: skip
-    if not w.packed:
-        results += [jhg.einsum("mk,nk->mn", x, turned), jhg.matmul(turned, x.T).T]
-    for result in results:
+
+    @jax.jit
+    def products(x: Any, w: Any) -> Any:
+        results = [
+            jhg.matmul(x, w), jhg.dot_general(x, w, NUMBERS),
+            jhg.einsum("mk,kn->mn", x, w), jhg.einsum("mk,kn->nm", x, w).T,
+        ]  # fmt: skip
+        if not w.packed:
+            turned = jhg.Quantized(w.values.T, w.scale.T)
+            results += [jhg.einsum("mk,nk->mn", x, turned), jhg.matmul(turned, x.T).T]
+        return results
+
+    for result in (jhg.matmul(x, w), *products(x, w)):
         assert result.dtype == half
         assert_product(result, *expected)
 
@@ -90,8 +96,8 @@ def test_programs_of_the_gpu_tests_have_their_numbers_on_xla(name, dtype, block)
 @pytest.mark.parametrize("scales", [(1, N), (2, N)])
 def test_no_kernel_reads_weights_of_other_dtypes(dtype, scales):
     """Qwix makes some of these."""
-    values = jnp.arange(K * N).reshape(K, N).astype(dtype)
-    w = jhg.Quantized(values, jnp.full(scales, 0.5))
+    values = np.arange(K * N).reshape(K, N).astype(dtype)
+    w = jhg.Quantized(values, np.full(scales, 0.5, np.float32))
     x = activations(M, K)
     expected = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
     assert_product(jhg.matmul(x, w), *expected)
@@ -102,11 +108,12 @@ def test_no_kernel_reads_weights_of_other_dtypes(dtype, scales):
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_an_einsum_with_its_axes_in_another_order_has_its_dtype_after_an_epilogue(dtype):
     x, w = activations(2, M, K), weights(shape=(2, K, N), axis=1)
-    for left, usual in ((x, "bfloat16"), (jhg.quantize(x, jnp.int8, (1, 1, None)), "float32")):
-        y = jhg.einsum("bmk,bkn->mbn", left, w, epilogue=jnp.sin, preferred_element_type=dtype)
-        wide = jnp.matmul(float64(left).astype("f4"), w.dequantize(), precision="highest")
+    for left, usual in ((x, "bfloat16"), (quantize(x, jnp.int8, (1, 1, None)), "float32")):
+        options: Any = {"epilogue": jnp.sin, "preferred_element_type": dtype}
+        y = jax.jit(partial(jhg.einsum, "bmk,bkn->mbn", **options))(left, w)
         assert y.dtype == (dtype or usual)
-        np.testing.assert_allclose(float64(y), jnp.sin(wide).swapaxes(0, 1), atol=2**-7)
+        wide = float64(left) @ float64(w)
+        np.testing.assert_allclose(float64(y), np.sin(wide).swapaxes(0, 1), atol=2**-7)
 
 
 # Derivatives and transformations.
@@ -127,7 +134,7 @@ def test_gradients_are_those_of_dequantized_weights(block):
         return jnp.sum(jax.nn.silu(y) * target)
 
     found = jax.jit(jax.grad(loss, (0, 1)))(x, w.scale)
-    expected = jax.grad(exact, (0, 1))(x, w.scale)
+    expected = jax.jit(jax.grad(exact, (0, 1)))(x, w.scale)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         error = np.linalg.norm(float64(ours) - float64(theirs))
@@ -138,9 +145,9 @@ def test_gradients_are_those_of_dequantized_weights(block):
 @pytest.mark.parametrize("function", ["matmul", "ragged_dot", "gated_linear_unit"])
 def test_gradients_of_float16_keep_their_range(function, dtype):
     """Products of the values alone may be above it, cotangents times scales below."""
-    x, wide = activations(M, K, dtype=jnp.float16), 0.02 * normal((K, N), seed=1)
-    cotangent = activations(M, N, dtype=jnp.float16) * 1e-3
-    w = jhg.quantize(wide[None] if function == "ragged_dot" else wide, dtype)
+    x, wide = activations(M, K, dtype=jnp.float16), 0.02 * np.asarray(normal((K, N), seed=1))
+    cotangent = np.asarray(activations(M, N, dtype=jnp.float16)) * np.float16(1e-3)
+    w = quantize(wide[None] if function == "ragged_dot" else wide, dtype)
 
     def multiplied(x: Any, scale: Any, exact: bool = False) -> Any:
         right: Any = jhg.Quantized(w.values, scale)
@@ -148,13 +155,16 @@ def test_gradients_of_float16_keep_their_range(function, dtype):
         if function == "matmul":
             return jhg.matmul(x, right)
         if function == "ragged_dot":
-            return jhg.ragged_dot(x, right, jnp.array([M]))
+            return jhg.ragged_dot(x, right, np.array([M]))
         return jhg.gated_linear_unit(x, (right, right), activation="silu")
 
-    found = jax.vjp(multiplied, x, w.scale)[1](cotangent)
-    exact = partial(multiplied, exact=True)
+    def pulled(multiplied: Any, x: Any, scale: Any, cotangent: Any) -> Any:
+        return jax.vjp(multiplied, x, scale)[1](cotangent)
+
+    found = jax.jit(partial(pulled, multiplied))(x, w.scale, cotangent)
+    exact = jax.jit(partial(pulled, partial(multiplied, exact=True)))
     with jax.default_matmul_precision("highest"):
-        expected = jax.vjp(exact, x.astype(jnp.float32), w.scale)[1](cotangent.astype(jnp.float32))
+        expected = exact(np.float32(x), w.scale, np.float32(cotangent))
     for ours, theirs in zip(found, expected, strict=True):
         error = np.linalg.norm(float64(ours) - float64(theirs))
         assert error <= 2**-10 * np.linalg.norm(float64(theirs))
@@ -167,7 +177,7 @@ def test_a_vector_is_multiplied(batch):
     result = jhg.matmul(x, w)
     assert result.dtype == x.dtype
     assert_product(result, expected, magnitude)
-    column = jhg.quantize(normal((K,), seed=1), jnp.int8)
+    column = quantize(normal((K,), seed=1), jnp.int8)
     result = jhg.matmul(activations(M, K), column)
     wide = float64(activations(M, K))
     assert_product(result, wide @ float64(column), np.abs(wide) @ np.abs(float64(column)))
@@ -176,14 +186,15 @@ def test_a_vector_is_multiplied(batch):
 @pytest.mark.parametrize("block", ["columns", "k64"])
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_is_a_loop(axes, block):
-    x = activations(3, M, K) if axes[0] == 0 else activations(M, K)
+    x = np.asarray(activations(3, M, K) if axes[0] == 0 else activations(M, K))
     stacked = axes[1] == 0
     w = weights(BLOCKS[block], shape=(3, K, N) if stacked else (K, N), axis=int(stacked))
     if stacked and block == "columns":
-        w = jhg.Quantized(w.values, jnp.broadcast_to(w.scale, (3, 1, N)))
+        w = jhg.Quantized(w.values, np.broadcast_to(w.scale, (3, 1, N)))
     mapped = jax.jit(jax.vmap(jhg.matmul, axes))(x, w)
-    pick = [jax.tree.map(lambda a, i=i: a[i], w) if stacked else w for i in range(3)]
-    looped = jnp.stack([jhg.matmul(x[i] if axes[0] == 0 else x, pick[i]) for i in range(3)])
+    pick = [jax.tree.map(lambda a, i=i: np.asarray(a)[i], w) if stacked else w for i in range(3)]
+    product = jax.jit(jhg.matmul)
+    looped = np.stack([product(x[i] if axes[0] == 0 else x, pick[i]) for i in range(3)])
     np.testing.assert_allclose(float64(mapped), float64(looped), rtol=2.0**-7, atol=1e-3)
 
 
