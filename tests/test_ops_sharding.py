@@ -53,11 +53,10 @@ def test_shard_map_launches_on_each_device():
     a, b = integers((256, 256)), integers((256, 512), seed=1)
     np.testing.assert_array_equal(jax.jit(mapped(jhg.matmul))(a, b), a @ b)
     gradients = jax.jit(jax.grad(partial(loss, mapped(jhg.matmul)), (0, 1)))(a, b)
-    for ours, theirs in zip(
-        gradients, jax.grad(partial(loss, jnp.matmul), (0, 1))(a, b), strict=True
-    ):
+    expected = jax.jit(jax.grad(partial(loss, jnp.matmul), (0, 1)))(a, b)
+    for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    half = [x.astype(jnp.bfloat16) for x in (a, b)]
+    half = [np.asarray(x, jnp.bfloat16) for x in (a, b)]
     assert LAUNCH in lowered(mapped(partial(jhg.matmul, implementation="hopper")), *half)
 
 
@@ -124,7 +123,7 @@ def test_explicit_axes_pass_through_einsum_and_vmap():
 
 BY_RECIPE = [
     recipes.BlockScaling(), recipes.CurrentScaling(),
-    recipes.DelayedScaling(jnp.full(3, 0.25), jnp.zeros((3, 2))),
+    recipes.DelayedScaling(np.full(3, 0.25, "f4"), np.zeros((3, 2), "f4")),
 ]  # fmt: skip
 
 
@@ -279,7 +278,7 @@ def test_a_gated_unit_takes_a_sharding_where_k_is_sharded(recipe, stacked):
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(x, weights)
 
     x, w = integers((8, 256)), integers((256, 64), seed=1)
-    weights: Any = jnp.stack((w, w), 1) if stacked else (w, w)
+    weights: Any = np.stack((w, w), 1) if stacked else (w, w)
     whole = jax.jit(step)(x, weights)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x, weights = jax.reshard(x, P("x", "y")), jax.reshard(weights, P("y"))
@@ -342,9 +341,10 @@ def test_arrays_need_not_be_placed_on_explicit_axes_to_be_quantized():
     whole = jax.jit(results)(x, w)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         found = [results(x, w), jax.jit(results)(x, w)]
+    float32 = partial(np.asarray, dtype=np.float32)
     close = partial(np.testing.assert_allclose, rtol=1e-2)
     for each in found:
-        jax.tree.map(lambda x, y: close(x.astype("float32"), y.astype("float32")), each, whole)
+        jax.tree.map(lambda x, y: close(float32(x), float32(y)), each, whole)
 
 
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P("y", None)])
