@@ -22,7 +22,7 @@ def shape(labels: str) -> tuple[int, ...]:
 
 def normal(labels: str, seed: int = 0, dtype: Any = "float32") -> jax.Array:
     values = np.random.default_rng(seed).normal(size=shape(labels)) * 2
-    return jnp.asarray(values, dtype=dtype)
+    return jax.device_put(values.astype(dtype))
 
 
 def fused(function: Any, *args: Any, out: str = "mn", **options: Any) -> Fusion:

@@ -24,7 +24,7 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding
 
 def normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return jnp.asarray(values).astype(dtype)
+    return jax.device_put(values.astype(dtype))
 
 
 def gelu(x):

@@ -34,13 +34,13 @@ def script_at(path: Path) -> Any:
 def integers(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:
     """Returns integers from -2 to 2, whose sums of products are exact in every float."""
     values = np.random.default_rng([seed, *shape]).integers(-2, 3, shape)
-    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+    return jax.device_put(values.astype(dtype))
 
 
 def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:
-    """Returns random normal numbers; NumPy's, since XLA would compile a program for each shape."""
+    """Returns random normal numbers; nothing is compiled for them, as `jnp.asarray` would."""
     values = np.random.default_rng([seed, *shape]).standard_normal(shape)
-    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+    return jax.device_put(values.astype(dtype))
 
 
 def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

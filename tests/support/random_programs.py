@@ -78,10 +78,8 @@ class Writer:
     def arguments(self, dtype: Any) -> list[Array]:
         numbers = np.random.default_rng(self.random.randrange(2**32))
         shapes = [(SIZE, SIZE)] * self.matrices + [(SIZE,)] * 2
-        return [
-            jnp.asarray(numbers.integers(-1, 2, shape) * numbers.integers(0, 2, shape), dtype)
-            for shape in shapes
-        ]
+        values = (numbers.integers(-1, 2, at) * numbers.integers(0, 2, at) for at in shapes)
+        return [jax.device_put(x.astype(dtype)) for x in values]
 
     def program(self) -> Callable[[list[Array]], Array]:
         """Returns a function of the arguments; its result is one number."""

@@ -59,7 +59,7 @@ class Program:
         for shape in self.shapes:
             x = rng.standard_normal(shape) * np.exp(np.linspace(-1, 1, shape[-1]))
             x = x / np.sqrt(shape[-2]) if len(shape) > 1 and len(made) else x
-            made.append(jnp.asarray(x, jnp.bfloat16 if len(shape) > 1 else jnp.float32))
+            made.append(jax.device_put(x.astype(jnp.bfloat16 if len(shape) > 1 else jnp.float32)))
         return tuple(made)
 
     def run(self, name: str | None, implementation: Any, *arrays: Any) -> Any:

@@ -21,4 +21,4 @@ GROUPED = [replace(recipe, grouped_weights=True) for recipe in (CURRENT, BLOCKS,
 def normal(shape: tuple[int, ...], seed: int, dtype: Any = jnp.float32) -> jax.Array:
     """Returns random numbers whose columns are of several orders of magnitude."""
     x = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.asarray(x * np.exp(np.linspace(-2, 2, shape[-1])), dtype)
+    return jax.device_put((x * np.exp(np.linspace(-2, 2, shape[-1]))).astype(dtype))

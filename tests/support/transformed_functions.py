@@ -49,10 +49,10 @@ class Function:
         """Returns the operands."""
         rng = np.random.default_rng(seed)
         floats = [
-            jnp.asarray(rng.choice((-1, 0, 1), shape, p=(0.1, 0.8, 0.1)), dtype)
+            jax.device_put(rng.choice((-1, 0, 1), shape, p=(0.1, 0.8, 0.1)).astype(dtype))
             for shape in self.shapes
         ]
-        return [*floats, *([jnp.asarray(self.sizes, jnp.int32)] if self.sizes else [])]
+        return [*floats, *([jax.device_put(np.array(self.sizes, np.int32))] if self.sizes else [])]
 
     @property
     def floats(self) -> tuple[int, ...]:
