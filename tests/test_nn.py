@@ -87,21 +87,24 @@ def test_linear_starts_as_flax_does():
     assert layers[0].kernel.dtype == jnp.bfloat16
 
 
+@nnx.jit
+def results_and_gradients(layer, x):
+    return layer(x), nnx.grad(loss)(layer, x), jax.grad(lambda x: loss(layer, x))(x)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, None])
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
 def test_linear_gives_flax_results_and_gradients(shape, dtype):
     ours, theirs = (fill(k(8, 5, dtype=dtype, rngs=nnx.Rngs(0))) for k in (nn.Linear, nnx.Linear))
     x = integers(shape, "bfloat16")
-    assert_equal(ours(x), theirs(x))
-    assert_equal(*(nnx.grad(loss)(layer, x) for layer in (ours, theirs)))
-    assert_equal(*(jax.grad(lambda x, f=f: loss(f, x))(x) for f in (ours, theirs)))
+    assert_equal(*(results_and_gradients(layer, x) for layer in (ours, theirs)))
 
 
 def test_linear_applies_its_activation_and_adds_the_residual_last():
     theirs = fill(nnx.Linear(8, 5, rngs=nnx.Rngs(0)))
     ours = fill(nn.Linear(8, 5, activation="relu", rngs=nnx.Rngs(0)))
     x, residual = integers((3, 8)), integers((3, 5), seed=4)
-    assert (theirs(x) < 0).any()
+    assert (np.asarray(theirs(x)) < 0).any()
     assert_equal(ours(x), jax.nn.relu(theirs(x)))
     assert_equal(ours(x, residual=residual), jax.nn.relu(theirs(x)) + residual)
     squared = fill(nn.Linear(8, 5, activation=lambda y: y * y, rngs=nnx.Rngs(0)))
@@ -189,15 +192,14 @@ def test_gated_mlp_takes_the_three_layers_of_a_model(use_bias):
         return down(jax.nn.relu(gate(x)) * up(x))
 
     x = integers((4, 8))
-    assert (theirs(x) != 0).any()
+    assert np.any(theirs(x))
     assert_equal(mlp(x), theirs(x))
     assert_equal(mlp(x, residual=x), theirs(x) + x)
     assert_equal(nn.to_pair(nnx.state(mlp.gate_up)), (nnx.state(gate), nnx.state(up)))
 
-    by_model = nnx.grad(lambda layers, x: loss(lambda x: theirs_of(layers, x), x))(
-        nnx.List([gate, up, down]), x
-    )
-    by_ours = nnx.grad(loss)(mlp, x)
+    of_theirs = nnx.grad(lambda layers, x: loss(lambda x: theirs_of(layers, x), x))
+    by_model = nnx.jit(of_theirs)(nnx.List([gate, up, down]), x)
+    by_ours = nnx.jit(nnx.grad(loss))(mlp, x)
     assert_equal(nn.to_pair(by_ours.gate_up), (by_model[0], by_model[1]))
     assert_equal(by_ours.down, by_model[2])
 
@@ -231,7 +233,7 @@ def test_training_lowers_the_loss(kind):
     model = kind(8, 32, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     x = normal((64, 8))
-    y = jnp.sin(x).sum(axis=1, keepdims=True)
+    y = np.sin(x).sum(axis=1, keepdims=True)
 
     @nnx.jit
     def step(model, optimizer):
