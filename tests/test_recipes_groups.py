@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.program_inspection import step
+from support.quantization import dequantize, quantize
 from support.recipes import ALL, BLOCKS, CURRENT, GROUPED, INT8, normal
 
 import jax_hopper_gemm as jhg
@@ -24,13 +26,12 @@ def ragged(x: Any, w: Any, sizes: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("recipe", [BLOCKS, INT8, *GROUPED], ids=str)
 def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
     sizes = np.array([40, 0, 130, 17], np.int32)
-    x, w = normal((200, 272), 0, jnp.bfloat16), normal((4, 272, 144), 1, jnp.bfloat16)
-    dy = normal((200, 144), 2, jnp.bfloat16)
-    y, pull = jax.vjp(partial(ragged, sizes=sizes, recipe=recipe), x, w)
-    dx, dw = pull(dy)
+    shapes = (200, 272), (4, 272, 144), (200, 144)
+    x, w, dy = (np.asarray(normal(at, i, jnp.bfloat16)) for i, at in enumerate(shapes))
+    y, (dx, dw) = jax.jit(partial(step, partial(ragged, sizes=sizes, recipe=recipe)))(dy, x, w)
 
     def of(a: Any, dtype: Any, block: Any) -> np.ndarray:
-        return np.asarray(jhg.quantize(a, dtype, block).dequantize(), np.float64)
+        return np.asarray(dequantize(quantize(a, dtype, block)), np.float64)
 
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     blocks, current = (isinstance(recipe, type(x)) for x in (BLOCKS, CURRENT))
@@ -60,7 +61,7 @@ def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
             wide = [of(a[: sum(sizes)], t, None)[rows] for a, t in ((x, e4m3), (dy, e5m2))]
         exact = np.asarray(wide[0], np.float64).T @ np.asarray(wide[1], np.float64)
         np.testing.assert_allclose(np.asarray(dw, float)[group], exact, **rough)
-    assert not np.any(y[start:]) and not np.any(dx[start:])
+    assert not np.any(np.asarray(y)[start:]) and not np.any(np.asarray(dx)[start:])
 
 
 @pytest.mark.parametrize("recipe", [*ALL, *GROUPED], ids=str)
@@ -85,9 +86,9 @@ def test_ragged_products_run_on_kernels_of_8_bits(recipe):
 def test_gates_are_those_of_two_products(recipe, stacked, grouped):
     x = normal((192, 144), 0, jnp.bfloat16)
     lead = (3,) if grouped else ()
-    weights = normal((*lead, 144, 2, 160), 1, jnp.bfloat16) / 32
+    weights = np.asarray(normal((*lead, 144, 2, 160), 1, jnp.bfloat16)) / 32
     pair = weights[..., 0, :], weights[..., 1, :]
-    sizes = jnp.array([64, 100, 20], jnp.int32) if grouped else None
+    sizes = np.array([64, 100, 20], np.int32) if grouped else None
     dy = normal((192, 160), 2, jnp.bfloat16)
 
     def fused(x: Any, weights: Any) -> Any:
@@ -106,11 +107,11 @@ def test_gates_are_those_of_two_products(recipe, stacked, grouped):
         return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
     arguments = x, weights if stacked else pair
-    y, pull = jax.vjp(fused, *arguments)
-    assert error(y, apart(*arguments, recipe=recipe)) < 2.0**-7
-    plain, plain_pull = jax.vjp(apart, *arguments)
+    y, gradients = jax.jit(partial(step, fused))(dy, *arguments)
+    assert error(y, jax.jit(partial(apart, recipe=recipe))(*arguments)) < 2.0**-7
+    plain, plain_gradients = jax.jit(partial(step, apart))(dy, *arguments)
     assert error(y, plain) < 0.06
-    for got, exact in zip(*map(jax.tree.leaves, (pull(dy), plain_pull(dy))), strict=True):
+    for got, exact in zip(*map(jax.tree.leaves, (gradients, plain_gradients)), strict=True):
         # Of the gate's derivative, another 8-bit rounding, and float8_e5m2 of two digits.
         assert error(got, exact) < (0.03 if recipe == INT8 else 0.1)
 
