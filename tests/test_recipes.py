@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.program_inspection import step
+from support.quantization import dequantize, quantize
 from support.recipes import ALL, BLOCKS, COLUMNS, CURRENT, INT8, normal
 
 import jax_hopper_gemm as jhg
@@ -31,7 +33,7 @@ def rounded(x: Any, dtype: Any, recipe: Any, axis: int, rows: int = 1) -> np.nda
     block = [rows, rows]
     block[axis] = 128
     blocks = None if isinstance(recipe, recipes.CurrentScaling) else tuple(block)
-    return np.asarray(jhg.quantize(x, dtype, blocks).dequantize(), np.float64)
+    return np.asarray(dequantize(quantize(x, dtype, blocks)), np.float64)
 
 
 def expected(x: Any, w: Any, dy: Any, recipe: Any) -> tuple[np.ndarray, ...]:
@@ -46,16 +48,15 @@ def expected(x: Any, w: Any, dy: Any, recipe: Any) -> tuple[np.ndarray, ...]:
     return y, dx, dw
 
 
-def near(got: Any, exact: np.ndarray) -> None:
-    scale = np.abs(exact).max()
-    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=1e-5, atol=1e-5 * scale)
+def near(got: Any, exact: Any) -> None:
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_product_and_gradients_are_those_of_the_quantized_operands(recipe):
     x, w, dy = normal((M, K), 0), normal((K, N), 1), normal((M, N), 2)
-    y, pull = jax.vjp(partial(jhg.matmul, recipe=recipe), x, w)
-    dx, dw = pull(dy)
+    y, (dx, dw) = jax.jit(partial(step, partial(jhg.matmul, recipe=recipe)))(dy, x, w)
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32,) * 3
     for got, exact in zip((y, dx, dw), expected(x, w, dy, recipe), strict=True):
         near(got, exact)
@@ -71,20 +72,17 @@ def test_axes_of_dot_general_may_be_any(recipe):
     numbers: Any = ((1, 3), (3, 0)), ((0,), (1,))
     product = partial(jhg.dot_general, dimension_numbers=numbers, recipe=recipe)
     dy = normal((3, 4, 5, 24), 2)
-    y, pull = jax.vjp(product, x, w)
-    dx, dw = pull(dy)
+    y, (dx, dw) = jax.jit(partial(step, product))(dy, x, w)
     assert y.shape == dy.shape and dx.shape == x.shape and dw.shape == w.shape
-    left = x.transpose(0, 2, 4, 1, 3).reshape(3, 20, 320)
-    right = w.transpose(1, 3, 0, 2).reshape(3, 320, 24)
 
-    def matrices(a: Any, b: Any) -> Any:
-        return jhg.matmul(a, b, recipe=recipe)
+    def matrices(y: Any, x: Any, w: Any) -> Any:
+        y, x, w = map(np.asarray, (y, x, w))
+        left = x.transpose(0, 2, 4, 1, 3).reshape(3, 20, 320)
+        return y.reshape(3, 20, 24), left, w.transpose(1, 3, 0, 2).reshape(3, 320, 24)
 
-    y2, pull2 = jax.vjp(matrices, left, right)
-    dx2, dw2 = pull2(dy.reshape(3, 20, 24))
-    near(y.reshape(3, 20, 24), np.asarray(y2, np.float64))
-    near(dx.transpose(0, 2, 4, 1, 3).reshape(3, 20, 320), np.asarray(dx2, np.float64))
-    near(dw.transpose(1, 3, 0, 2).reshape(3, 320, 24), np.asarray(dw2, np.float64))
+    of_matrices = jax.jit(partial(step, partial(jhg.matmul, recipe=recipe)))
+    expected = of_matrices(*matrices(dy, x, w))
+    jax.tree.map(near, matrices(y, dx, dw), (expected[0], *expected[1]))
 
 
 @pytest.mark.parametrize("epilogue", [None, lambda y: 3 * y])
@@ -92,18 +90,20 @@ def test_axes_of_dot_general_may_be_any(recipe):
 def test_the_second_operand_of_an_einsum_is_the_weights_in_any_order(recipe, epilogue):
     x, w, dy = normal((M, K), 0), normal((K, N), 1), normal((M, N), 2)
     by = {"epilogue": epilogue, "recipe": recipe}
-    y, pull = jax.vjp(partial(jhg.matmul, **by), x, w)
-    for order, turned in (("mn", dy), ("nm", dy.T)):
-        got, own_pull = jax.vjp(partial(jhg.einsum, f"mk,kn->{order}", **by), x, w)
-        near(got if order == "mn" else got.T, np.asarray(y, np.float64))
-        for mine, exact in zip(own_pull(turned), pull(dy), strict=True):
-            near(mine, np.asarray(exact, np.float64))
+    expected = jax.jit(partial(step, partial(jhg.matmul, **by)))(dy, x, w)
+    for order in ("mn", "nm"):
+
+        def product(x: Any, w: Any, order: str = order) -> Any:
+            y = jhg.einsum(f"mk,kn->{order}", x, w, **by)
+            return y if order == "mn" else y.T
+
+        jax.tree.map(near, jax.jit(partial(step, product))(dy, x, w), expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
 def test_the_dtype_of_two_dtypes_is_that_of_jax(recipe):
-    x, w, numbers = jnp.ones((8, 16), jnp.float16), jnp.ones((16, 16), jnp.bfloat16), ((1,), (0,))
-    sizes = jnp.array([8])
+    x, w, numbers = np.ones((8, 16), np.float16), np.ones((16, 16), jnp.bfloat16), ((1,), (0,))
+    sizes = np.array([8], np.int32)
     plain = lax.dot_general(x, w, (numbers, ((), ()))), lax.ragged_dot(x, w[None], sizes)
     ours = (
         jhg.dot_general(x, w, (numbers, ((), ())), recipe=recipe),
@@ -122,8 +122,9 @@ def test_transformations_give_the_same_numbers(recipe):
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(dy * jhg.matmul(x, w, recipe=recipe))
 
-    each = [jax.grad(loss)(w, x) for x in xs]
-    near(jax.vmap(jax.grad(loss), (None, 0))(w, xs), np.asarray(each, np.float64))
+    gradient = jax.grad(loss)
+    each = [jax.jit(gradient)(w, x) for x in np.asarray(xs)]
+    near(jax.jit(jax.vmap(gradient, (None, 0)))(w, xs), each)
 
     def scanned(w: Any, loss: Any) -> Any:
         return lax.scan(lambda total, x: (total + loss(w, x), None), 0.0, xs)[0]
@@ -147,16 +148,16 @@ def test_what_follows_a_product_is_differentiated(recipe):
         y = jax.nn.silu(y + bias.astype(jnp.float32))
         return y.astype(jnp.bfloat16), jnp.max(y)
 
-    c = jnp.ones((M, N), jnp.float32)
+    c = np.ones((M, N), np.float32)
     assert jhg.matmul(x, w, c=c, recipe=recipe).dtype == c.dtype
-    for got, exact in zip(fused(x, w, bias), apart(x, w, bias), strict=True):
+    for got, exact in zip(fused(x, w, bias), jax.jit(apart)(x, w, bias), strict=True):
         assert got.dtype == exact.dtype
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (got, exact)), rtol=2**-7)
-    both = [
-        jax.grad(lambda *a, f=f: f(*a)[0].astype(jnp.float32).sum(), (0, 1, 2))(x, w, bias)
+    both = (
+        jax.grad(lambda *a, f=f: f(*a)[0].astype(jnp.float32).sum(), (0, 1, 2))
         for f in (fused, apart)
-    ]
-    for got, exact in zip(*both, strict=True):
+    )
+    for got, exact in zip(*(jax.jit(f)(x, w, bias) for f in both), strict=True):
         got, exact = (np.asarray(z, np.float32) for z in (got, exact))
         assert np.linalg.norm(got - exact) < 0.02 * np.linalg.norm(exact)
 
@@ -181,37 +182,40 @@ def test_derivatives_of_any_order_and_mode_are_products_of_the_recipe(recipe):
     """What is linear in an operand stays it: a tangent is quantized as that operand is."""
     x, w, t = normal((128, 136), 0), normal((136, 128), 1), normal((128, 136), 2)
     product = partial(jhg.matmul, recipe=recipe)
-    y, tangent = jax.jvp(lambda x: product(x, w), (x,), (t,))
-    near(y, np.asarray(product(x, w), np.float64))
-    near(tangent, np.asarray(product(t, w), np.float64))
+    y, tangent = jax.jit(lambda x, t: jax.jvp(lambda x: product(x, w), (x,), (t,)))(x, t)
+    near(y, product(x, w))
+    near(tangent, product(t, w))
 
     def cubed(x: Any) -> Any:
         return jnp.sum(product(x, w) ** 3) / 3
 
-    twice = jax.grad(lambda x: jnp.vdot(jax.grad(cubed)(x), t))(x)
+    twice = jax.jit(jax.grad(lambda x: jnp.vdot(jax.grad(cubed)(x), t)))(x)
     exact = 2 * (np.asarray(y) * (np.asarray(t) @ np.asarray(w))) @ np.asarray(w).T
     assert np.linalg.norm(twice - exact) < 0.15 * np.linalg.norm(exact)
+
+
+ONES = np.ones((4, 4), np.float32)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ((jnp.ones((4, 4)), jnp.ones((4, 4)), "fp8"), TypeError, "recipe is 'fp8', expected"),
-        ((jnp.ones((4, 4), int), jnp.ones((4, 4)), BLOCKS), TypeError, "takes floats"),
+        ((ONES, ONES, "fp8"), TypeError, "recipe is 'fp8', expected"),
+        ((ONES.astype(int), ONES, BLOCKS), TypeError, "takes floats"),
         (
-            (jhg.quantize(jnp.ones((4, 4))), jnp.ones((4, 4)), BLOCKS), TypeError,
+            (quantize(ONES), ONES, BLOCKS), TypeError,
             "an operand is quantized",
         ),
         (
-            (jnp.ones((4, 4)), jnp.ones((4, 4)), recipes.CurrentScaling("int8")),  # pyright: ignore
+            (ONES, ONES, recipes.CurrentScaling("int8")),  # pyright: ignore
             ValueError, "gradients of the recipe are 'int8', expected the name 'float8_",
         ),
         (
-            (jnp.ones((4, 4)), jnp.ones((4, 4)), replace(BLOCKS, gradient_columns=64)),  # pyright: ignore
+            (ONES, ONES, replace(BLOCKS, gradient_columns=64)),  # pyright: ignore
             ValueError, "gradient_columns of the recipe is 64, expected 1 or 128",
         ),
         (
-            (jnp.ones((4, 4)), jnp.ones((4, 4)), replace(BLOCKS, grouped_weights="no")),  # pyright: ignore
+            (ONES, ONES, replace(BLOCKS, grouped_weights="no")),  # pyright: ignore
             TypeError, "grouped_weights of the recipe is 'no', expected True or False",
         ),
     ],
@@ -223,13 +227,13 @@ def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):
 
 
 def test_a_recipe_alone_rounds_cotangents():
-    x = jnp.ones((128, 128))
+    x = np.ones((128, 128), np.float32)
     with pytest.raises(ValueError, match="cotangent_dtype is bfloat16 and there is a recipe"):
         jhg.dot_general(x, x, (((1,), (0,)), ((), ())), cotangent_dtype=jnp.bfloat16, recipe=BLOCKS)
 
 
 def test_scales_of_tensors_are_not_batch_invariant():
-    x = jnp.ones((128, 128))
+    x = np.ones((128, 128), np.float32)
     with pytest.raises(ValueError, match="take BlockScaling"):
         jhg.matmul(x, x, recipe=CURRENT, batch_invariant=True)
 
@@ -241,7 +245,7 @@ def test_int8_runs_forwards_alone():
     x, w = normal((M, K), 0, jnp.bfloat16), normal((K, N), 1, jnp.bfloat16)
     y, pull = jax.vjp(partial(jhg.matmul, recipe=INT8), x, w)
     left, right = (
-        np.asarray(jhg.quantize(a, jnp.int8, block).dequantize(), np.float64)
+        np.asarray(dequantize(quantize(a, jnp.int8, block)), np.float64)
         for a, block in ((x, (1, None)), (w, (None, 1)))
     )
     exact = left @ right
@@ -297,19 +301,17 @@ def test_shards_and_exported_programs_quantize():
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(exact, np.float32))
     arguments = jax.export.symbolic_args_specs((x, w), ["m, 256", "256, 128"])
     exported = jax.export.export(jax.jit(loss), platforms=["cpu"])(*arguments)
-    np.testing.assert_allclose(exported.call(x, w), loss(x, w), rtol=1e-3)
+    np.testing.assert_allclose(exported.call(x, w), jax.jit(loss)(x, w), rtol=1e-3)
 
 
 def test_mapped_products_have_scales_of_their_own():
-    xs = jnp.stack([normal((64, 128), i) * 10.0**i for i in range(3)])
+    xs = np.stack([np.asarray(normal((64, 128), i)) * np.float32(10) ** i for i in range(3)])
     w = normal((128, 64), 5)
     product = partial(jhg.matmul, recipe=CURRENT)
-    each = jnp.stack([product(x, w) for x in xs])
-    near(jax.vmap(product, (0, None))(xs, w), np.asarray(each, np.float64))
-    near(
-        jax.jit(jax.vmap(product, (2, None), 1))(jnp.moveaxis(xs, 0, 2), w).swapaxes(0, 1),
-        np.asarray(each, np.float64),
-    )
+    each = np.stack([product(x, w) for x in xs])
+    near(jax.vmap(product, (0, None))(xs, w), each)
+    mapped = jax.jit(jax.vmap(product, (2, None), 1))(np.moveaxis(xs, 0, 2), w)
+    near(np.swapaxes(np.asarray(mapped), 0, 1), each)
 
 
 def test_reports_name_the_products_of_8_bits():
