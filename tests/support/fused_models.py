@@ -22,8 +22,8 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding
     return fused_dot(function, (lhs, *rights), operands, product, **arguments)
 
 
-def normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:
-    values = np.random.default_rng([seed, *shape]).normal(size=shape)
+def normal(*shape: int, seed: int = 0, dtype: Any = "float32", scale: float = 1.0) -> jax.Array:
+    values = np.random.default_rng([seed, *shape]).normal(scale=scale, size=shape)
     return jax.device_put(values.astype(dtype))
 
 
@@ -88,7 +88,7 @@ def model(
     name: str, options: dict[str, Any] | None = None, dtype: Any = "float32", models: Any = MODELS
 ):
     ours, plain, shapes = models[name]
-    arrays = [0.5 * normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    arrays = [normal(*shape, seed=i, dtype=dtype, scale=0.5) for i, shape in enumerate(shapes)]
     return partial(ours, options or {}), plain, arrays
 
 
