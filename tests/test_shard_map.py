@@ -223,8 +223,9 @@ def test_a_state_that_devices_share_has_the_largest_magnitude_of_all(axis_type, 
     over = tuple(names & {x for spec in (lhs, rhs) for x in spec if x})
     layout = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     x, w, ct = (integers(shape, seed=i) for i, shape in enumerate(((8, 32), (32, 16), (8, 16))))
-    x, w, ct = x * jnp.arange(8.0)[:, None], w * jnp.arange(16.0), ct * jnp.arange(16.0)
-    state = recipes.DelayedScaling(jnp.full(3, 0.5), jnp.ones((3, 2)))
+    factors = np.arange(16, dtype=np.float32)
+    x, w, ct = x * factors[:8, None], w * factors, ct * factors
+    state = recipes.DelayedScaling(np.full(3, 0.5, "f4"), np.ones((3, 2), "f4"))
 
     def loss(x: Any, w: Any, state: Any, ct: Any) -> Any:
         return (jhg.matmul(x, w, recipe=state) * ct).sum()
@@ -237,7 +238,7 @@ def test_a_state_that_devices_share_has_the_largest_magnitude_of_all(axis_type, 
         places = (NamedSharding(layout, spec) for spec in specs)
         args = map(jax.device_put, (x, w, state, ct), places)
         found = jax.jit(jax.grad(mapped, (0, 1, 2)))(*args)
-    whole = jax.grad(loss, (0, 1, 2))(x, w, state, ct)
+    whole = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w, state, ct)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3), found, whole)
 
 
