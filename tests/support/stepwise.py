@@ -54,7 +54,7 @@ class Run:
             outputs = self._outputs(equation, [read(atom) for atom in equation.invars])
             values.update(zip(equation.outvars, outputs, strict=True))
             if self._measured:
-                self.largest = max([self.largest, *(float(abs(x).max()) for x in outputs)])
+                self.largest = max([self.largest, *(float(np.abs(x).max()) for x in outputs)])
                 if equation.primitive.name == "reduce_sum":
                     magnitudes = np.abs(np.asarray(read(equation.invars[0]))).astype(np.float64)
                     added = magnitudes.sum(equation.params["axes"])
