@@ -165,9 +165,10 @@ def test_bfloat16_with_an_epilogue_runs_where_xla_cpu_cannot_sum_in_float32(
 
     ours = partial(run, partial(jhg.einsum, epilogue=jnp.abs))
     theirs = partial(run, lambda *args: jnp.abs(jnp.einsum(*args)))
-    jax.tree.map(assert_same, jax.jit(ours)(lhs, rhs), theirs(lhs, rhs))
-    mapped, both = partial(jax.vmap, in_axes=(None, 0)), jnp.stack([rhs, -rhs])
-    jax.tree.map(assert_same, jax.jit(mapped(ours))(lhs, both), mapped(theirs)(lhs, both))
+    jax.tree.map(assert_same, jax.jit(ours)(lhs, rhs), jax.jit(theirs)(lhs, rhs))
+    mapped, both = partial(jax.vmap, in_axes=(None, 0)), np.stack([rhs, -np.asarray(rhs)])
+    ours, theirs = (jax.jit(mapped(f))(lhs, both) for f in (ours, theirs))
+    jax.tree.map(assert_same, ours, theirs)
 
 
 MANY = [
@@ -191,8 +192,8 @@ def test_einsum_of_any_number_of_operands_follows_jnp(subscripts, number, optimi
         result, pull = jax.vjp(partial(einsum, subscripts, optimize=optimize), *arrays)
         return result, pull(result)
 
-    ours, theirs = (partial(run, x) for x in (jhg.einsum, jnp.einsum))
-    jax.tree.map(assert_same, ours(*arrays), theirs(*arrays))
+    ours, theirs = (jax.jit(partial(run, x))(*arrays) for x in (jhg.einsum, jnp.einsum))
+    jax.tree.map(assert_same, ours, theirs)
     jaxpr = jax.make_jaxpr(partial(jhg.einsum, subscripts, optimize=optimize))(*arrays)
     names = [equation.primitive.name for equation in jaxpr.eqns]
     assert (names.count("hopper_dot"), names.count("dot_general")) == (products, 0)
@@ -224,6 +225,6 @@ def test_flax_linear_takes_our_dot_general():
         return (layer(x).astype(jnp.float32) ** 2).sum()
 
     assert_same(layers[1](x), layers[0](x))
-    theirs, ours = (nnx.grad(loss)(layer, x) for layer in layers)
+    theirs, ours = (nnx.jit(nnx.grad(loss))(layer, x) for layer in layers)
     np.testing.assert_array_equal(ours.kernel[...], theirs.kernel[...])
     assert "hopper_dot" in str(jax.make_jaxpr(lambda x: layers[1](x))(x))
