@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+from typing import Any
+
+import jax
+import numpy as np
 import pytest
 
 from jax_hopper_gemm.gemm.groups import Groups
@@ -36,11 +39,17 @@ def expected(groups: Groups, sizes: list[int], length: int) -> tuple[list[int], 
 @pytest.mark.parametrize("groups, sizes, length", CASES)
 def test_rows_of_each_group_begin_a_block(groups, sizes, length):
     padded, rows = expected(groups, sizes, length)
-    found = row_blocks(jnp.array(sizes, jnp.int32), groups, length)
-    assert found.sizes.tolist() == padded
-    assert found.rows.size % PROMOTION_K == 0 and found.rows.size >= len(rows)
-    x = jnp.arange(1, length + 1, dtype=jnp.float32)[:, None]
-    taken = found.of(x)[:, 0].astype(int).tolist()
+
+    @jax.jit
+    def run(sizes: Any, x: Any) -> Any:
+        found = row_blocks(sizes, groups, length)
+        return found.sizes, found.rows, found.of(x)
+
+    x = np.arange(1, length + 1, dtype=np.float32)[:, None]
+    sizes_found, rows_found, of_x = map(np.asarray, run(np.array(sizes, np.int32), x))
+    assert sizes_found.tolist() == padded
+    assert rows_found.size % PROMOTION_K == 0 and rows_found.size >= len(rows)
+    taken = of_x[:, 0].astype(int).tolist()
     assert taken[: len(rows)] == [row + 1 for row in rows]
     assert not any(taken[len(rows) :])
 
@@ -48,4 +57,5 @@ def test_rows_of_each_group_begin_a_block(groups, sizes, length):
 @pytest.mark.slow
 def test_padding_is_bounded_by_a_block_for_each_group():
     groups, length = Groups.plain(6), 1000
-    assert row_blocks(jnp.zeros(6, jnp.int32), groups, length).rows.size <= length + 127 * 6
+    rows = jax.eval_shape(lambda x: row_blocks(x, groups, length).rows, np.zeros(6, np.int32))
+    assert rows.size <= length + 127 * 6
