@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.quantization import quantize
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -28,12 +29,12 @@ class QArray(NamedTuple):
 def array(shape: tuple[int, ...], scales: tuple[int, ...], seed: int) -> tuple[QArray, np.ndarray]:
     """Returns an array of e4m3 with random scales, and its values in float64."""
     rng = np.random.default_rng(seed)
-    values = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
+    values = rng.standard_normal(shape).astype(jnp.float8_e4m3fn)
     scale = rng.uniform(0.5, 2, scales).astype(np.float32)
     wide = scale
     for axis, (extent, count) in enumerate(zip(shape, scales, strict=True)):
         wide = np.repeat(wide, extent // count, axis)
-    return QArray(values, jnp.asarray(scale)), np.asarray(values, np.float64) * wide
+    return QArray(*map(jax.device_put, (values, scale))), np.asarray(values, np.float64) * wide
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,8 @@ def test_a_qarray_is_taken_as_it_is(left, right):
     (a, a_wide), (b, b_wide) = array((M, K), left, 0), array((K, N), right, 1)
     numbers: Any = ((1,), (0,)), ((), ())
     exact = a_wide @ b_wide
-    for result in (jhg.matmul(a, b), jhg.dot_general(a, b, numbers)):
+    products = jhg.matmul, partial(jhg.dot_general, dimension_numbers=numbers)
+    for result in (jax.jit(product)(a, b) for product in products):
         np.testing.assert_allclose(result, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
 
 
@@ -64,7 +66,7 @@ def test_tiles_of_k_run_on_kernels():
     ("a", "text"),
     [
         (
-            array((M, K), (M, 1), 0)[0]._replace(zero_point=jnp.zeros((M, 1))),
+            array((M, K), (M, 1), 0)[0]._replace(zero_point=np.zeros((M, 1), np.float32)),
             "zero points beside a quantized",
         ),
         (array((M, K), (M, 8), 0)[0], "a scale for each 64 of the contracted axis"),
@@ -78,8 +80,8 @@ def test_what_no_kernel_multiplies_is_named(a, text):
 def test_indices_of_a_table_are_refused():
     """Qwix's nf4; its int3 is stored as numbers."""
     qwix = pytest.importorskip("qwix")
-    x = jnp.ones((4, K), jnp.bfloat16)
-    w = jnp.asarray(np.random.default_rng(0).standard_normal((K, N)), jnp.float32)
+    x = np.ones((4, K), jnp.bfloat16)
+    w = jax.device_put(np.random.default_rng(0).standard_normal((K, N)).astype(np.float32))
     nf4, int3 = (qwix.quantize(w, qtype, channelwise_axes=(1,)) for qtype in ("nf4", "int3"))
     with pytest.raises(TypeError, match="b is of nf4, whose values .* are indices of a table"):
         jhg.matmul(x, nf4)
@@ -103,12 +105,12 @@ def test_flax_stores_them(kind):
     serialization = pytest.importorskip("flax.serialization")
     w = np.random.default_rng(0).standard_normal((K, N)).astype(np.float32)
     made: dict[str, Any] = {
-        "int8": lambda: jhg.quantize(w, jnp.int8, (None, 1)),
-        "packed": lambda: jhg.quantize(w, jnp.int4, (128, 1)).pack_weights(),
-        "zero points": lambda: jhg.quantize(w, jnp.int4, (128, 1), symmetric=False),
-        "state": lambda: jhg.recipes.DelayedScaling(jnp.arange(3.0), jnp.ones((3, 4))),
+        "int8": lambda w: jhg.quantize(w, jnp.int8, (None, 1)),
+        "packed": lambda w: jhg.quantize(w, jnp.int4, (128, 1)).pack_weights(),
+        "zero points": lambda w: jhg.quantize(w, jnp.int4, (128, 1), symmetric=False),
+        "state": lambda _: jhg.recipes.DelayedScaling(jnp.arange(3.0), jnp.ones((3, 4))),
     }
-    tree = {"layer": made[kind]()}
+    tree = {"layer": jax.jit(made[kind])(w)}
     like = jax.tree.map(jnp.zeros_like, tree)
     again = serialization.from_bytes(like, serialization.to_bytes(tree))
     assert jax.tree.structure(again) == jax.tree.structure(tree)
@@ -122,8 +124,8 @@ def test_flax_stores_them(kind):
 @pytest.mark.parametrize("function", ["matmul", "ragged_dot", "gated_linear_unit"])
 def test_a_flax_variable_may_hold_one(function):
     nnx = pytest.importorskip("flax.nnx")
-    x = jnp.ones((M, K), jnp.bfloat16)
-    w = jhg.quantize(np.ones((1, K, N), np.float32), jnp.int8, (None, None, 1))
+    x = np.ones((M, K), jnp.bfloat16)
+    w = quantize(np.ones((1, K, N), np.float32), jnp.int8, (None, None, 1))
     if function != "ragged_dot":
         w = jax.tree.map(lambda array: array[0], w)
     products: dict[str, Any] = {
@@ -189,8 +191,8 @@ def test_jax_products_by_narrow_weights_run_on_kernels_that_read_them(dtype):
     assert [(spec.a_dtype, spec.b_dtype) for spec in specs] == [("bfloat16", name)] * 3
 
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.integers(-8, 8, x.shape), x.dtype) for x in arguments[:-1]]
-    arrays.append(jnp.array([20, 0, 30, 4], jnp.int32))
+    arrays = [rng.integers(-8, 8, x.shape).astype(x.dtype) for x in arguments[:-1]]
+    arrays.append(np.array([20, 0, 30, 4], np.int32))
     for ours, plain in zip(
         jax.jit(jhg.accelerate(products, fuse=False))(*arrays), jax.jit(products)(*arrays),
         strict=True,
