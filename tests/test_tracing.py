@@ -100,7 +100,7 @@ def test_constant_truths_are_no_nodes(op: Any, first: bool | None, second: bool 
     ],
 )  # fmt: skip
 def test_operands_are_told_apart_by_shape(given: tuple[int, ...], kind: Any, labels: str):
-    operand = jnp.asarray(np.random.default_rng(0).normal(size=given), jnp.float32)
+    operand = jax.device_put(np.random.default_rng(0).normal(size=given).astype(np.float32))
     fusion = assert_same(lambda acc, x: acc * x, normal("bmn"), operand, out="bmn")
     assert fusion.graph.operands == (Operand(kind, "float32"),)
     assert (fusion.labels, fusion.operands) == ((labels,), (0,))
@@ -126,7 +126,7 @@ def test_an_operand_used_along_both_axes_is_two_operands():
 @pytest.mark.parametrize("dtype", EPILOGUE)
 @pytest.mark.parametrize("labels", ["n", "mn"])
 def test_operands_keep_the_dtypes_that_kernels_read(dtype: str, labels: str):
-    operand = jnp.asarray(random_operand(random.Random(0), labels, dtype, {"m": 8, "n": 16}))
+    operand = jax.device_put(random_operand(random.Random(0), labels, dtype, {"m": 8, "n": 16}))
 
     def function(acc: Any, x: Any) -> Any:
         return jnp.where(x if dtype == "bool" else x > 0, acc, -acc)
@@ -144,9 +144,8 @@ def test_scalars_are_converted_to_float32(dtype: str):
 
 @pytest.mark.parametrize("labels", ["", "n", "m"])
 def test_integers_are_converted_as_the_function_does(labels: str):
-    operand = jnp.asarray(np.arange(np.prod(shape(labels), dtype=int)) + 2**24).reshape(
-        shape(labels) + (1,) * (labels == "m")
-    )
+    numbers = np.arange(np.prod(shape(labels), dtype=int)) + 2**24
+    operand = jax.device_put(numbers.reshape(shape(labels) + (1,) * (labels == "m")))
     fusion = assert_same(lambda acc, x: acc * x, normal("mn"), operand)
     assert [o.dtype for o in fusion.graph.operands] == ["float32"]
     assert fusion.uncovered == ()
@@ -310,8 +309,9 @@ def test_gate_and_up_meet_in_one_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize("extents", [(1, 16), (8, 1), (1, 1)])
 def test_extents_of_one(extents: tuple[int, int]):
-    x = normal("mn")[: extents[0], : extents[1]]
-    bias, scale = normal("n")[: extents[1]], normal("m")[: extents[0], None]
+    x, bias, scale = (np.asarray(normal(labels)) for labels in ("mn", "n", "m"))
+    m, n = extents
+    x, bias, scale = x[:m, :n], bias[:n], scale[:m, None]
 
     def function(x: Any, bias: Any, scale: Any) -> Any:
         y = jax.nn.gelu(x * scale + bias)

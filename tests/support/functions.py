@@ -273,7 +273,7 @@ def _in_float32(node: Node, arguments: list[Any], columns: tuple[int, ...]) -> A
         case "row_max", _:
             return jnp.max(arguments[0], axis=columns, keepdims=True)
     function = _JNP.get(node.op) or getattr(lax, node.op)
-    return function(*jnp.broadcast_arrays(*arguments))
+    return function(*np.broadcast_arrays(*arguments))
 
 
 def _results(
