@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.program_inspection import integers
@@ -17,7 +18,7 @@ def mesh(axis_type: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -
 
 
 def placed(values: Any, *spec: Any) -> jax.Array:
-    return jax.device_put(values, NamedSharding(mesh(), P(*spec)))
+    return jax.device_put(np.asarray(values), NamedSharding(mesh(), P(*spec)))
 
 
 def array(letters: str, where: dict[str, Any], seed: int = 0, dtype: Any = "float32") -> jax.Array:
