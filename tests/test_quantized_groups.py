@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.quantization import dequantize, quantize
 from support.quantized_groups import BLOCKS, PROGRAMS, SIZES, K, M, gated, normal, ragged
 
 import jax_hopper_gemm as jhg
@@ -49,8 +50,8 @@ def test_transformations_are_those_of_the_dequantized_arrays(kind):
     def mapped(x: Any, w: Any) -> Any:
         return jax.vmap(lambda s: jhg.ragged_dot(x, w, s, activation="relu"))(both)
 
-    close(mapped(x, w), mapped(x.dequantize(), w.dequantize()), 1e-2)
-    twice = jax.tree.map(lambda a: jnp.stack((a, a)), x)
+    close(mapped(x, w), mapped(dequantize(x), dequantize(w)), 1e-2)
+    twice = jax.tree.map(lambda a: np.stack((a, a)), x)
     found = jax.jit(jax.vmap(lambda x: jhg.ragged_dot(x, w, SIZES, activation="relu")))(twice)
     close(found[1], mapped(x, w)[0])
 
@@ -71,23 +72,23 @@ def test_weights_may_lie_in_any_order(kind):
     found = jhg.ragged_dot_general(x, turned, SIZES, numbers)
     np.testing.assert_array_equal(found, jhg.ragged_dot(x, w, SIZES))
     weights = jhg.ragged_dot_general(x.dequantize("bfloat16"), turned, SIZES, numbers)
-    close(weights, jhg.ragged_dot(x.dequantize(), w.dequantize(), SIZES), 1e-2)
+    close(weights, jhg.ragged_dot(dequantize(x), dequantize(w), SIZES), 1e-2)
 
 
 @pytest.mark.slow
 def test_mistakes_are_named():
     x, w = ragged("blocks", "plain", "float8_e4m3fn").operands
     with pytest.raises(TypeError, match=r"ragged_dot: rhs is f32\[4,256,160\] beside a quantized"):
-        jhg.ragged_dot(x, w.dequantize(), SIZES)
-    narrow = jhg.quantize(normal(M, K), "int4", (1, 32))
+        jhg.ragged_dot(x, dequantize(w), SIZES)
+    narrow = quantize(normal(M, K), "int4", (1, 32))
     with pytest.raises(TypeError, match="ragged_dot: lhs is of int4 beside a quantized array"):
         jhg.ragged_dot(narrow, w, SIZES)
     with pytest.raises(TypeError, match=r"gated_linear_unit: weights\[1\] is f32"):
-        jhg.gated_linear_unit(x, (w, w.dequantize()), group_sizes=SIZES)
+        jhg.gated_linear_unit(x, (w, dequantize(w)), group_sizes=SIZES)
     numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     with pytest.raises(NotImplementedError, match="rows in groups, .M, K., are multiplied"):
         jhg.ragged_dot_general(x, x, SIZES, numbers)
-    packed = jhg.quantize(normal(4, 160, K), "int4").pack_weights()
+    packed = quantize(normal(4, 160, K), "int4").pack_weights()
     numbers = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
     with pytest.raises(NotImplementedError, match=r"packed ones in the order .G, K, N.; lhs has 2"):
         jhg.ragged_dot_general(normal(M, K).astype(jnp.bfloat16), packed, SIZES, numbers)
@@ -97,10 +98,10 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize("quantized", [False, True])
 def test_scales_of_all_groups_are_read_by_no_group(quantized):
     """To a kernel an operand of groups has a row for each."""
-    w = jhg.quantize(normal(4, K, 16, seed=1), "int8", (None, None, 1))
+    w = quantize(normal(4, K, 16, seed=1), "int8", (None, None, 1))
     x = normal(M, K).astype(jnp.bfloat16)
-    rows: Any = jhg.quantize(x, "int8", (1, None)) if quantized else x
-    wide = (rows.dequantize() if quantized else x.astype(jnp.float32)), w.dequantize()
+    rows: Any = quantize(x, "int8", (1, None)) if quantized else x
+    wide = (dequantize(rows) if quantized else x.astype(jnp.float32)), dequantize(w)
 
     def dot(x: Any, w: Any) -> Any:
         return jhg.ragged_dot(x, w, SIZES)

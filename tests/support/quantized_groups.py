@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support import quantization
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
@@ -50,7 +51,7 @@ class Program:
     def wanted(self) -> jax.Array:
         """Returns the result of the operands multiplied by their scales, in float32."""
         wide = jax.tree.map(
-            lambda x: x.dequantize(), self.operands,
+            quantization.dequantize, self.operands,
             is_leaf=lambda x: isinstance(x, jhg.Quantized),
         )  # fmt: skip
         return self.function(*wide, precision="highest", implementation="xla")
@@ -63,13 +64,10 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) / 8
 
 
-_quantize = jax.jit(jhg.quantize, static_argnames=("dtype", "block"))
-
-
 def quantize(x: np.ndarray, dtype: str, block: Any) -> jhg.Quantized:
     """Returns what the CPU makes of an array, so that no kernel of a GPU takes part."""
     with jax.default_device(jax.devices("cpu")[0]):
-        return _quantize(x, dtype=dtype, block=block)
+        return quantization.quantize(x, dtype, block)
 
 
 def ragged(kind: str, name: str, dtype: str) -> Program:
