@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.quantization import quantize
 
 import jax_hopper_gemm as jhg
 
@@ -63,7 +64,7 @@ CASES = [
     (lambda: jhg.gated_linear_unit(A, jnp.stack((B, B), 1), out_sharding="x"), TypeError,
      "`out_sharding` argument of dot_general only supports instances of `NamedSharding` or "
      "`PartitionSpec`. Got x of type: <class 'str'>"),
-    (lambda: jhg.einsum("mk,kn->nm", jhg.quantize(A), jhg.quantize(B), out_sharding="x"), TypeError,
+    (lambda: jhg.einsum("mk,kn->nm", quantize(A), quantize(B), out_sharding="x"), TypeError,
      "`out_sharding` argument of dot_general only supports instances of `NamedSharding` or "
      "`PartitionSpec`. Got x of type: <class 'str'>"),
     (lambda: MATMUL(A, B, batch_invariant=1), TypeError,
@@ -90,9 +91,9 @@ CASES = [
     (lambda: jhg.einsum("lmk,kn,k->mn", A, B), ValueError,
      "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, 2 operands came; "
      "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]"),
-    (lambda: jhg.einsum("mk,kn->mn", jhg.quantize(A[0]), B), ValueError,
+    (lambda: jhg.einsum("mk,kn->mn", quantize(A[0]), B), ValueError,
      "einsum: subscripts 'mk' name 2 axes of an operand that is f8_e4m3fn[64]"),
-    (lambda: jhg.einsum("mk,kn->mn", jhg.quantize(A), B.astype(float)), TypeError,
+    (lambda: jhg.einsum("mk,kn->mn", quantize(A), B.astype(float)), TypeError,
      "einsum: rhs is f32[64,32] beside a quantized array: quantize it, too, or convert it to "
      "bfloat16 or float16"),
     (lambda: EINSUM("mk,kn->mn", A, B, recipe=8), TypeError,

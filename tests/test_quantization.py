@@ -82,14 +82,14 @@ def test_products_on_xla_quantize_on_xla():
 def test_mapped_arrays_are_batches_and_the_derivative_is_xlas():
     case = Case((3, 144, 272), dtype="float32")
     (x,) = case.arguments()
-    each = jax.vmap(case.run)(x)
+    each = jax.jit(jax.vmap(case.run))(x)
     for got, exact in zip(jax.tree.leaves(each), jax.tree.leaves(case.run(x)), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(exact))
-    rows = jnp.arange(16)[::-1] * jnp.ones((3, 1), jnp.int32)
-    picked = jax.vmap(lambda x, i: hopper_quantize(x, case.to, 1, transposed=True, rows=i))(x, rows)
-    one = hopper_quantize(x[1], case.to, 1, transposed=True, rows=rows[1])
-    np.testing.assert_array_equal(np.asarray(picked[0][1]), np.asarray(one[0]))
-    gradient = jax.grad(lambda x: jnp.sum(jhg.quantize(x, block=(1, 128)).scale))(x[0])
+    x, rows = np.asarray(x), np.tile(np.arange(16, dtype=np.int32)[::-1], (3, 1))
+    pick = jax.jit(lambda x, i: hopper_quantize(x, case.to, 1, transposed=True, rows=i))
+    picked, one = jax.jit(jax.vmap(pick))(x, rows), pick(x[1], rows[1])
+    np.testing.assert_array_equal(np.asarray(picked[0])[1], np.asarray(one[0]))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jhg.quantize(x, block=(1, 128)).scale)))(x[0])
     assert np.isclose(np.abs(gradient).sum(), (144 * 3 - 16) / 448)  # but for blocks of zeros
 
 

@@ -55,7 +55,8 @@ def assert_each_once(
     shares = jax.jit(jax.vmap(of_device))(
         *(np.array(x, np.int32) for x in zip(*places, strict=True))
     )
-    expected = np.asarray(matrices_of_rows(sizes, rule, length)).astype(int)
+    whole = jax.jit(matrices_of_rows, static_argnums=(1, 2))(sizes, rule, length)
+    expected = np.asarray(whole).astype(int)
     own_periods = whole_periods // periods
     matrix_periods = whole_periods if rule.step else 1
     expected = expected.reshape(
