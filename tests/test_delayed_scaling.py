@@ -61,7 +61,8 @@ def test_scales_are_those_of_former_steps():
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, 0.0])
 def test_a_scale_stays_where_no_magnitude_is_known(broken):
-    state = recipes.DelayedScaling(np.full(3, 0.5, "f4"), np.full((3, 2), broken, "f4"))
+    arrays: Any = np.full(3, 0.5, "f4"), np.full((3, 2), broken, "f4")
+    state = recipes.DelayedScaling(*arrays)
     x = np.ones((16, 16), np.float32)
     new = jax.jit(jax.grad(lambda s: jhg.matmul(x, x, recipe=s).sum()))(state)
     np.testing.assert_array_equal(new.scale, [0.5] * 3)
@@ -73,7 +74,8 @@ def test_what_follows_and_axes_are_as_without():
         normal((K, N), 1, jnp.bfloat16),
         normal((N,), 2),
     )
-    state = recipes.DelayedScaling(np.full(3, 2.0**-6, "f4"), np.zeros((3, 4), "f4"))
+    arrays: Any = np.full(3, 2.0**-6, "f4"), np.zeros((3, 4), "f4")
+    state = recipes.DelayedScaling(*arrays)
     y, largest = jhg.matmul(
         x, w, bias=bias, activation="relu", epilogue=lambda y: (y, jnp.max(y)), recipe=state
     )

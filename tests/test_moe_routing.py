@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def relation(results: int, rows: int, j: int, seed: int = 0):
     users = np.full((rows, max(map(len, of))), -1)
     for row, found in enumerate(of):
         users[row, : len(found)] = found
-    return sources.astype(np.int32), users.astype(np.int32)
+    return jax.device_put((sources.astype(np.int32), users.astype(np.int32)))
 
 
 def added(x, sources):
@@ -47,9 +48,9 @@ def test_sum_rows_adds_the_rows_it_is_told():
 
 
 def test_sums_of_16_bit_rows_are_rounded_once():
-    x = np.array([[256], [1], [1]], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
-    sources, users = np.array([[0, 1, 2]], np.int32), np.zeros((3, 1), np.int32)
-    assert np.asarray(sum_rows(x, sources, users)) == 258
+    x: Any = np.array([[256], [1], [1]], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
+    indices: Any = np.array([[0, 1, 2]], np.int32), np.zeros((3, 1), np.int32)
+    assert np.asarray(sum_rows(x, *indices)) == 258
 
 
 @pytest.mark.slow

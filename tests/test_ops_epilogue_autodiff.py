@@ -239,7 +239,7 @@ def test_epilogues_that_jax_replaces_parts_of_are_lowered_for_cuda():
 
 
 def test_an_epilogue_may_reduce_over_a_mapped_axis():
-    stack = np.stack([A, A]) / np.float32([[[4]], [[8]]])
+    stack = np.stack([A, A]) / np.array([[[4]], [[8]]], np.float32)
 
     def loss(product: Any, stack: Any) -> Any:
         centred = partial(product, epilogue=lambda y: jnp.sin(y - jax.lax.pmean(y, "rows")))

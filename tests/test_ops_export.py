@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("launcher")
 
 A, B = integers((256, 256), "bfloat16"), integers((256, 512), "bfloat16", seed=1)
 BIAS, WEIGHTS = integers((512,), "bfloat16"), integers((256, 2, 256), "bfloat16", seed=2)
-EXPERTS, SIZES = integers((4, 256, 512), "bfloat16", seed=3), np.array([100, 0, 56, 90], np.int32)
+EXPERTS = integers((4, 256, 512), "bfloat16", seed=3)
+SIZES = jax.device_put(np.array([100, 0, 56, 90], np.int32))
 ROW_BY_ROW = (((1,), (0,)), ((), ()))
 
 

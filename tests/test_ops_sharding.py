@@ -121,9 +121,9 @@ def test_explicit_axes_pass_through_einsum_and_vmap():
         np.testing.assert_array_equal(ours, theirs)
 
 
+STATE: Any = np.full(3, 0.25, "f4"), np.zeros((3, 2), "f4")
 BY_RECIPE = [
-    recipes.BlockScaling(), recipes.CurrentScaling(),
-    recipes.DelayedScaling(np.full(3, 0.25, "f4"), np.zeros((3, 2), "f4")),
+    recipes.BlockScaling(), recipes.CurrentScaling(), recipes.DelayedScaling(*STATE),
 ]  # fmt: skip
 
 

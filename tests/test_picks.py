@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,15 +60,15 @@ def test_nothing_picked_and_nothing_to_pick_from_is_zeros(count, length):
     rows = np.zeros(count, np.int32)
     out = add_rows(integers((count, WIDTH)), rows, length)
     np.testing.assert_array_equal(out, np.zeros((length, WIDTH)))
-    out = pick_rows(integers((length, WIDTH)), rows)
+    out = pick_rows(integers((length, WIDTH)), jax.device_put(rows))
     if length == 0:
         np.testing.assert_array_equal(out, np.zeros((count, WIDTH)))
     assert out.shape == (count, WIDTH)
 
 
 def test_rows_that_there_are_not_are_zeros():
-    rows = np.array([2, -1, 0, 3, -(2**31), 2**31 - 1], np.int32)
-    x = np.asarray(integers((3, WIDTH))) + 5
+    rows: Any = np.array([2, -1, 0, 3, -(2**31), 2**31 - 1], np.int32)
+    x: Any = np.asarray(integers((3, WIDTH))) + 5
     expected = [x[2], 0 * x[0], x[0], *[0 * x[0]] * 3]
     np.testing.assert_array_equal(pick_rows(x, rows), expected)
 
@@ -123,7 +124,8 @@ def test_every_vmap_follows_indexing(axes):
 
 @pytest.mark.slow
 def test_a_number_out_of_range_is_none_of_the_next_mapped_array():
-    x, rows = np.asarray(integers((2, 3, WIDTH))) + 5, np.array([[3, 0], [-1, 4]], np.int32)
+    x: Any = np.asarray(integers((2, 3, WIDTH))) + 5
+    rows: Any = np.array([[3, 0], [-1, 4]], np.int32)
     expected = np.zeros((2, 2, WIDTH), np.float32)
     expected[0, 1] = x[0, 0]
     np.testing.assert_array_equal(jax.vmap(pick_rows)(x, rows), expected)

@@ -58,7 +58,8 @@ def test_a_quantized_array_is_near_the_array(dtype, block):
         counts[b](n) for b, n in zip(blocks, x.shape, strict=True)
     )
     assert quantized.values.dtype == dtype and quantized.shape == x.shape
-    near, scale = exact(quantized), exact(jhg.Quantized(np.ones_like(x), quantized.scale))
+    ones: Any = np.ones_like(x)
+    near, scale = exact(quantized), exact(jhg.Quantized(ones, quantized.scale))
     unit = np.abs(x) if dtype != "int8" else scale * 127
     smallest = 2.0**-9 if dtype != "int8" else 0.0
     assert (np.abs(near - x) <= (HALF_UNIT[dtype] + 2.0**-22) * unit + smallest * scale).all()
@@ -134,7 +135,7 @@ def test_a_scale_multiplies_whatever_it_is(blocks, special):
         quantize(normal((16, 256)), block=blocks[0]),
         quantize(normal((256, 128), 1), block=blocks[1]),
     )
-    scale = np.array(a.scale)
+    scale: Any = np.array(a.scale)
     scale[:4, -1] = special
     a = jhg.Quantized(a.values, scale)
     result = np.asarray(matmul(a, b), np.float64)
@@ -227,7 +228,8 @@ def test_what_follows_a_product_follows_its_scales():
 def test_scales_of_16_bits_are_converted(block):
     a = quantize(normal((3, 40, 256)), block=block)
     b = quantize(normal((256, 48), 1), block=(128, 128))
-    narrow = [jhg.Quantized(x.values, np.asarray(x.scale).astype(jnp.bfloat16)) for x in (a, b)]
+    scales: Any = [np.asarray(x.scale, jnp.bfloat16) for x in (a, b)]
+    narrow = [jhg.Quantized(x.values, scale) for x, scale in zip((a, b), scales, strict=True)]
     wide = [jhg.Quantized(x.values, x.scale.astype(np.float32)) for x in narrow]
     np.testing.assert_array_equal(matmul(*narrow), matmul(*wide))
     types = [

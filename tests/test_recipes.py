@@ -102,8 +102,9 @@ def test_the_second_operand_of_an_einsum_is_the_weights_in_any_order(recipe, epi
 
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
 def test_the_dtype_of_two_dtypes_is_that_of_jax(recipe):
-    x, w, numbers = np.ones((8, 16), np.float16), np.ones((16, 16), jnp.bfloat16), ((1,), (0,))
-    sizes = np.array([8], np.int32)
+    x: Any = np.ones((8, 16), np.float16)
+    w: Any = np.ones((16, 16), jnp.bfloat16)
+    numbers, sizes = ((1,), (0,)), jax.device_put(np.array([8], np.int32))
     plain = lax.dot_general(x, w, (numbers, ((), ()))), lax.ragged_dot(x, w[None], sizes)
     ours = (
         jhg.dot_general(x, w, (numbers, ((), ())), recipe=recipe),

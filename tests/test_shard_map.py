@@ -225,7 +225,8 @@ def test_a_state_that_devices_share_has_the_largest_magnitude_of_all(axis_type, 
     x, w, ct = (integers(shape, seed=i) for i, shape in enumerate(((8, 32), (32, 16), (8, 16))))
     factors = np.arange(16, dtype=np.float32)
     x, w, ct = x * factors[:8, None], w * factors, ct * factors
-    state = recipes.DelayedScaling(np.full(3, 0.5, "f4"), np.ones((3, 2), "f4"))
+    arrays: Any = np.full(3, 0.5, "f4"), np.ones((3, 2), "f4")
+    state = recipes.DelayedScaling(*arrays)
 
     def loss(x: Any, w: Any, state: Any, ct: Any) -> Any:
         return (jhg.matmul(x, w, recipe=state) * ct).sum()

@@ -97,7 +97,7 @@ def test_programs_of_the_gpu_tests_have_their_numbers_on_xla(name, dtype, block)
 def test_no_kernel_reads_weights_of_other_dtypes(dtype, scales):
     """Qwix makes some of these."""
     values = np.arange(K * N).reshape(K, N).astype(dtype)
-    w = jhg.Quantized(values, np.full(scales, 0.5, np.float32))
+    w = jhg.Quantized(*jax.device_put((values, np.full(scales, 0.5, np.float32))))
     x = activations(M, K)
     expected = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
     assert_product(jhg.matmul(x, w), *expected)
@@ -190,7 +190,7 @@ def test_vmap_is_a_loop(axes, block):
     stacked = axes[1] == 0
     w = weights(BLOCKS[block], shape=(3, K, N) if stacked else (K, N), axis=int(stacked))
     if stacked and block == "columns":
-        w = jhg.Quantized(w.values, np.broadcast_to(w.scale, (3, 1, N)))
+        w = jhg.Quantized(w.values, jax.device_put(np.broadcast_to(w.scale, (3, 1, N))))
     mapped = jax.jit(jax.vmap(jhg.matmul, axes))(x, w)
     pick = [jax.tree.map(lambda a, i=i: np.asarray(a)[i], w) if stacked else w for i in range(3)]
     product = jax.jit(jhg.matmul)
