@@ -3,10 +3,10 @@
     python benchmarks/grouped_choices.py --build FOLDER        compiles what is timed; needs no GPU
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/grouped_choices.py --json choices.json
 
-Each product runs as users call it, by each of its kernels of least expected cost in place of the
-one that dispatch chooses, in turns. Sizes are uneven, rows are gathered in a random order, and
-quantized arrays come as such. `--untried` adds kernels that dispatch does not consider, of least
-expected cost. Burst regime, CUPTI.
+Each product runs as users call it, in turns by the kernel that dispatch chooses and by others of
+least expected cost, whose tiles all differ. Sizes are uneven, rows are gathered in a random order,
+and quantized arrays come as such. `--untried` adds kernels of tiles that dispatch does not
+consider. Burst regime, CUPTI.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ LAYERS = (  # experts, K, N, and rows of all experts
 )  # fmt: skip
 SHAPES = [Shape(e, tokens, k, n) for e, k, n, rows in LAYERS for tokens in rows]
 Prepared = Callable[[jax.Array, jax.Array], tuple[Any, Any]]  # of x and w, before time is taken
+QUANTIZED: dict[str, Prepared] = {
+    "int8": lambda x, w: (x, jhg.quantize(w, jnp.int8, (1, None, 1))),
+    "int4": lambda x, w: (x, jhg.quantize(w, jnp.int4, (1, 128, 1))),
+    "e4m3": lambda x, w: (jhg.quantize(x), jhg.quantize(w, block=(1, None, None))),
+    "e4m3 by blocks": lambda x, w: (
+        jhg.quantize(x, block=(1, 128)), jhg.quantize(w, block=(1, 128, 128))
+    ),
+}  # fmt: skip
 
 
 def gated(x, w, w0, g, sizes, row_indices=None):
@@ -80,14 +88,6 @@ def functions(shape: Shape) -> dict[str, Function]:
     return ours() | {"gated": gated} | gathered(shape.tokens) | dict.fromkeys(QUANTIZED, quantized)
 
 
-QUANTIZED: dict[str, Prepared] = {
-    "int8": lambda x, w: (x, jhg.quantize(w, jnp.int8, (1, None, 1))),
-    "int4": lambda x, w: (x, jhg.quantize(w, jnp.int4, (1, 128, 1))),
-    "e4m3": lambda x, w: (jhg.quantize(x), jhg.quantize(w, block=(1, None, None))),
-    "e4m3 by blocks": lambda x, w: (
-        jhg.quantize(x, block=(1, 128)), jhg.quantize(w, block=(1, 128, 128))
-    ),
-}  # fmt: skip
 WHAT = (
     "forward", "data", "weight", "gated",
     "gathered forward", "gathered weight", "gathered gated", *QUANTIZED,

@@ -130,6 +130,7 @@ def test_batches_groups_and_gates_have_them_too(block):
     for i, whole in enumerate(exact(w)):
         assert_near(np.asarray(out)[i], x[i], whole)
         assert_near(np.asarray(rows)[M * i : M * (i + 1)], x[i], whole)
+    assert w.zero is not None
     pair = tuple(jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], w) for i in range(2))
     gated = jax.jit(partial(jhg.gated_linear_unit, activation=lambda y: y))(x[0], pair)
     gate, up = (np.asarray(x[0], np.float64) @ exact(whole) for whole in pair)

@@ -60,8 +60,10 @@ def test_experts_over_gpus_are_the_layer_of_one(program, exchange, mesh, checked
     text, specs = step.as_text() or "", program.spread_specs(mesh.size, exchange)
     found = launched(text)
     assert found <= names(specs)  # XLA drops launches whose results nothing reads
-    # Gate and up with down, two gradients of each, the router's product and its two gradients.
-    assert found.total() + len(re.findall(OTHERS, text)) == 2 + 4 + 3
+    grouped = sum(count for name, count in found.items() if "_grouped_" in name)
+    assert grouped == 2 + 4  # gate and up with down, two gradients of each
+    # The router's product and its two gradients, small ones, may run on XLA.
+    assert found.total() - grouped + len(re.findall(OTHERS, text)) == 3
     for spec in specs:
         if spec.name in found:
             checked(spec)

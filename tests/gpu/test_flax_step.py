@@ -60,6 +60,7 @@ def test_the_block_of_the_notebook_learns_on_shares_as_on_xla(axis, checked):
     specs = notebook_block.specs(axis)
     products = sum(spec.panels for spec in specs)
     assert launched(text) == names(specs)
+    assert products > notebook_block.PRODUCTS // 3
     assert products + len(re.findall(OTHERS, text)) <= notebook_block.PRODUCTS
     for spec in specs:
         checked(spec)
