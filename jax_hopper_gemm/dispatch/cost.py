@@ -76,11 +76,9 @@ IN_TURNS_CYCLES = 1600.0
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
 HANDOVER_CYCLES = 1000.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.067  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
-COPY_PASSES = 2.6  # measured: as many bytes moved for each byte of lines that begin anywhere
+COPY_PASSES = 2.4  # measured: as many bytes moved for each byte of lines that begin anywhere
 CUT_PASSES = 1.2  # fitted: as many bytes moved for each that is moved to cut operands into parts
-# Measured on an H200, of int8 and packed int4 with scales along K: XLA computes for longer than
-# memory takes to bring and store them. Floats of 8 bits are assumed to take as long as int8.
-WIDENING_NS = {8: 1.2e-3, 4: 2.37e-3}
+WIDENING_NS = {8: 0.79e-3, 4: 0.7e-3}  # measured on an H200, with scales along K
 SIMT_LOSS = 0.05  # assumed: of their cycles, to copies for each side of a tile of 128x128
 
 

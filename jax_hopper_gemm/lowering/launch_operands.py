@@ -119,7 +119,7 @@ def _with_whole_line(ctx: mlir.LoweringRuleContext, array: Array) -> Array:
     """Returns an operand whose lines XLA pads with zeros to multiples of 16 bytes."""
     missing = -array.aval.shape[-1] % (TMA_ALIGNMENT // array.aval.dtype.itemsize)
     padding = [(0, 0)] * (array.aval.ndim - 1) + [(0, missing)]
-    (whole,) = array.changed(ctx, lambda x: jnp.pad(x, padding))
+    (whole,) = array.changed(ctx, lambda x: in_words(jnp.pad(x, padding)))
     return whole
 
 
@@ -232,8 +232,21 @@ def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> l
 
 def pack(values: jax.Array) -> jax.Array:
     """Returns int4 as uint8: two neighbours along the last axis each, the first in the low bits."""
-    bits = lax.bitcast_convert_type(values.astype(jnp.int8), jnp.uint8) & 15
-    return bits[..., ::2] | (bits[..., 1::2] << 4)
+    pairs = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
+    return lax.bitcast_convert_type(pairs, jnp.uint8)
+
+
+def in_words(x: jax.Array) -> jax.Array:
+    """Returns the same array; that of 16 bits as XLA's kernels for GPUs write it soonest.
+
+    They write a number after another, or such words of two in 0.3 to 0.9 of the time.
+    """
+    if x.dtype.itemsize != 2 or x.shape[-1] % 2:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    pairs = bits.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    words = lax.index_in_dim(pairs, 0, -1, False) | (lax.index_in_dim(pairs, 1, -1, False) << 16)
+    return lax.bitcast_convert_type(words, x.dtype).reshape(x.shape)
 
 
 def _as_read(scale: jax.Array, length: int) -> jax.Array:

@@ -18,6 +18,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
+from ..lowering.launch_operands import in_words
 from ..lowering.origins import mark_widened
 from ..lowering.register import Lowering, lower_fun_once
 from .auto_axes import in_auto_axes
@@ -43,8 +44,8 @@ def hopper_widen(
 
 def unpack(packed: jax.Array) -> jax.Array:
     """Returns the int8 numbers that `lowering.launch_operands.pack` was given as int4."""
-    both = lax.bitcast_convert_type(jnp.stack([packed << 4, packed], -1), jnp.int8) >> 4
-    return both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    pairs = lax.bitcast_convert_type(packed, jnp.int4)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1]).astype(jnp.int8)
 
 
 def _reference(
@@ -70,7 +71,7 @@ def _batch(axis_data: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any
     return hopper_widen_p.bind(*mapped, **params), 0
 
 
-_lower_to_xla = lower_fun_once(_reference)
+_lower_to_xla = lower_fun_once(lambda *args, **params: in_words(_reference(*args, **params)))
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
