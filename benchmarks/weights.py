@@ -59,7 +59,8 @@ def weights(n: int, k: int, kind: str, seed: int) -> jhg.Quantized:
     packed = dtype == "int4"
     bits = jax.random.bits(key, (k, n // 2 if packed else n), jnp.uint8)
     values = bits if packed else jax.lax.bitcast_convert_type(bits, jnp.int8)
-    scale = jnp.full((k // group if group else 1, n), 2.0**-6, jnp.float32)
+    shape = (k // group if group else 1, n)
+    scale = jax.random.uniform(key, shape, minval=2.0**-7, maxval=2.0**-6)
     return jhg.Quantized(values, scale, packed=packed)
 
 

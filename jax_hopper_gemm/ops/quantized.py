@@ -103,7 +103,7 @@ class Quantized:
     def pack_weights(self) -> Quantized:
         """Returns int4 values as kernels read them: two neighbours along the last axis in a byte.
 
-        Without it XLA packs them for each product.
+        On a GPU int4 arrays lie so in any case; elsewhere they take a byte each.
 
         Raises:
           TypeError: the values are not int4.
@@ -121,7 +121,7 @@ class Quantized:
                 f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
             )
         half = kept_sharding(self.values, (*self.shape[:-1], self.shape[-1] // 2))
-        packed = in_auto_axes(pack, half, self.values)  # slices of an axis
+        packed = in_auto_axes(pack, half, self.values)  # an axis is split
         return Quantized(packed, self.scale, True, self.zero)
 
 

@@ -25,6 +25,7 @@ from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.primitives.widen import hopper_widen
 from jax_hopper_gemm.testing import tolerance
 
 SPECS = [spec for spec in converted_specs() if not spec.grouped]
@@ -122,6 +123,40 @@ def test_every_number_is_converted_exactly(spec, gpu, checked):
     found = result[0][np.arange(k), np.arange(n)]
     np.testing.assert_array_equal(found, np.resize(values, k).astype(np.float32))
     checked(spec)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["int4", "packed", "int8", "float8_e4m3fn", "float8_e5m2"])
+def test_what_xla_writes_has_the_bits_of_the_cpu(dtype, half):
+    """Lines of even and odd length; no scales, those of groups along lines and across them."""
+    packed, rng = dtype == "packed", np.random.default_rng(3)
+    stored = "uint8" if packed else dtype
+    for shape, axis in [((96, 254), -2), ((96, 250), -1), ((3, 70, 66), -2), ((40, 33), -1)]:
+        line = shape[-1] // 2 if packed else shape[-1]
+        bits = rng.integers(0, 256, (*shape[:-1], line)).astype(np.uint8)
+        values = (bits.astype(np.int8) >> 4 if dtype == "int4" else bits.view(stored)).astype(
+            stored
+        )
+        extents = [-(-n // 32) if i == len(shape) + axis else n for i, n in enumerate(values.shape)]
+        extents[-1] *= 1 + packed if axis == -2 else 1
+        if packed and axis == -1:
+            extents[-1] = -(-2 * line // 32)
+        scale = rng.uniform(0.5, 2, extents).astype(np.float32)
+        for scales in ((), (scale,)):
+            group = 32 if scales else 0
+            written = jax.jit(
+                lambda x, *s, axis=axis, group=group: hopper_widen(
+                    x, jnp.dtype(half), *s, axis=axis, group=group, packed=packed
+                )
+            )
+            found, expected = (
+                np.asarray(written(*jax.device_put((values, *scales), jax.devices(x)[0])))
+                for x in ("gpu", "cpu")
+            )
+            nan = np.isnan(expected)
+            np.testing.assert_array_equal(np.isnan(found), nan)
+            found, expected = (np.where(nan, 0, x.view(np.uint16)) for x in (found, expected))
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(("name", "dtype", "block", "half"), CASES)
