@@ -90,12 +90,12 @@ def shapes_of(case: Case) -> list[tuple[int, ...]]:
     return [tuple(extents[letter] for letter in labels) for labels in operands]
 
 
-def decision_of(case: Case) -> dispatch.Decision:
+def decision_of(case: Case, *, kernel_only: bool = True) -> dispatch.Decision:
     lhs, rhs = shapes_of(case)
     subscripts = Subscripts.parse(case[0])
     product = ShapedProduct(subscripts, lhs, "bfloat16", rhs, "bfloat16", "bfloat16")
     gemm = with_whole_lines(as_gemm(product), product)
-    return dispatch.choose(gemm.problem, current_device(), kernel_only=True)
+    return dispatch.choose(gemm.problem, current_device(), kernel_only=kernel_only)
 
 
 def main() -> int:

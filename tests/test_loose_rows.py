@@ -126,11 +126,11 @@ def test_a_product_of_padded_operands_is_not_taken_for_one_of_theirs():
     ("subscripts", "lhs", "rhs", "path"),
     [("tv,vd->td", (8192, 50257), (50257, 768), "hopper"),
      ("td,vd->tv", (4096, 1024), (30522, 1024), "hopper"),
-     ("tv,td->vd", (4096, 30522), (4096, 1024), "xla"),
+     ("tv,vd->td", (4096, 30522), (30522, 1024), "hopper"),
      ("bqk,bkd->bqd", (384, 197, 197), (384, 197, 64), "xla")],
 )  # fmt: skip
 def test_default_is_what_was_faster_on_a_gpu(subscripts, lhs, rhs, path):
-    """Of `benchmarks/layouts.py --loose`: 2.19, 1.07, 0.87 and 0.77 of XLA's speed."""
+    """Of `benchmarks/layouts.py --loose`: 2.28, 1.07, 2.01 and 0.86 of XLA's speed."""
     assert loose_route(subscripts, lhs, rhs, kernel_only=False).path == path
     assert loose_route(subscripts, lhs, rhs).path == "hopper"
 
