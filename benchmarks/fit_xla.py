@@ -1,4 +1,4 @@
-"""Fits the trees of `dispatch/xla.py` to what `survey.py` and `tf32.py` measured.
+"""Fits the trees of `dispatch/xla.py` to what `survey.py`, `layouts.py` and `tf32.py` measured.
 
     python -m pip install scikit-learn
     python benchmarks/fit_xla.py                 # cross-validates, and writes the packaged fits
@@ -36,6 +36,7 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 
 DATA = Path(__file__).parent / "data"
 SURVEYS, TF32 = sorted(DATA.glob("h*_survey_*.json")), DATA / "h200_tf32.json"
+BATCHES = DATA / "h200_batches.json"
 # Of products that move fewer bytes these surveys timed calls that found their operands in L2, as in
 # a program they seldom would, XLA's more often than ours: its times were up to a tenth too short.
 FROM_L2, SURVEYS_FROM_L2 = 20e6, tuple(f"00_survey_{number}" for number in range(1, 13))
@@ -77,6 +78,18 @@ def surveyed(path: Path) -> Iterator[Measured]:
         best, _ = best_kernel(problem, H200, us)
         if best:
             yield Measured(problem, best.cost, row["xla_us"] / us[best.spec], best.spec)
+
+
+def in_batches(path: Path) -> Iterator[Measured]:
+    """Yields the products of a file as `layouts.py --batches` writes it."""
+    for row in json.loads(path.read_text())["rows"]:
+        (lhs, rhs), extents = row["subscripts"][:-5].split(","), row["extents"]
+        problem = GemmProblem.dense(
+            *(extents[x] for x in "mnkb"), a_major=lhs[-1], b_major=rhs[-1]
+        )  # fmt: skip
+        best, _ = best_kernel(problem, H200)
+        if best:
+            yield Measured(problem, best.cost, row["xla_us"] / row["hopper_us"], best.spec)
 
 
 def in_tf32(path: Path) -> Iterator[Measured]:
@@ -178,14 +191,14 @@ def median_error(guesses: np.ndarray, truth: np.ndarray, kind: str) -> float:
     return float(np.median(np.abs(guesses / np.clip(truth, *RATIOS[kind]) - 1)))
 
 
-def judge_half(survey: list[Measured], measured: list[Measured]) -> float:
+def judge_16_bits(survey: list[Measured], measured: list[Measured], kind: str) -> float:
     """Prints how products of a survey would run, by trees of others; returns the error of these."""
     judged = np.array([i for i, x in enumerate(survey) if x.runs])
-    guesses = [unseen(measured, "half", seed)[judged] for seed in range(REPEATS)]
+    guesses = [unseen(measured, kind, seed)[judged] for seed in range(REPEATS)]
     truth = np.tile(arrays(survey)[1][judged], REPEATS)
     leads = np.tile([xla_lead(survey[i].problem, survey[i].cost) for i in judged], REPEATS)
-    error = median_error(np.concatenate(guesses), truth, "half")
-    print(f"{len(survey)} surveyed products, {len(measured) - len(survey)} of the table")
+    error = median_error(np.concatenate(guesses), truth, kind)
+    print(f"{kind}: {len(survey)} surveyed products, {len(measured) - len(survey)} of the table")
     print(f"median error of {len(judged)} {error:.1%}; XLA's time over ours, means and least:")
     print(f"  kernel always: {speeds(truth)}")
     for lead in LEADS:
@@ -220,6 +233,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("surveys", nargs="*", type=Path, default=SURVEYS, help="of 16 bits")
+    parser.add_argument("--batches", type=Path, default=BATCHES, help="what was measured of them")
     parser.add_argument("--tf32", type=Path, default=TF32, help="what was measured in TF32")
     parser.add_argument("--kinds", nargs="+", default=[*RATIOS], choices=RATIOS)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
@@ -228,10 +242,13 @@ def main() -> int:
         if kind == "tf32":
             measured = [*in_tf32(arguments.tf32)]
             error = judge_tf32(measured)
+        elif kind == "batches":
+            measured = [*in_batches(arguments.batches)]
+            error = judge_16_bits(measured, measured, kind)
         else:
             survey = [x for path in arguments.surveys for x in surveyed(path)]
             measured = [*survey, *tabled()]
-            error = judge_half(survey, measured)
+            error = judge_16_bits(survey, measured, kind)
         if not arguments.dry_run:
             write(measured, kind, error)
     return 0

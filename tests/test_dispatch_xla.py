@@ -27,10 +27,18 @@ from jax_hopper_gemm.dispatch.model import (
 )
 from jax_hopper_gemm.dispatch.xla import RATIOS, Trees, features, fit_for, read_fit
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.testing import shapes
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
+
+
+def of_one_b(m: int, n: int, k: int, a_major: Major = "k") -> GemmProblem:
+    """Returns the problem of two products by one B, which was not surveyed."""
+    two = GemmProblem.dense(m, n, k, 2, a_major=a_major)
+    return replace(two, b=replace(two.b, batch_stride=0))
+
+
 SOME_SURVEYS = fit_xla.SURVEYS[::3]  # a third of them, of both GPUs
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 
@@ -45,7 +53,11 @@ def test_trees_add_up_to_the_logarithm_of_a_ratio():
 @pytest.mark.parametrize(
     "problem",
     [
-        GemmProblem.dense(4096, 4096, 4096, 2),
+        of_one_b(4096, 4096, 4096),
+        replace(
+            GemmProblem.dense(512, 512, 512, 8), a=MatrixLayout("k", 512, 512**2, copied_line=509)
+        ),
+        GemmProblem.dense(512, 8, 512, 8),
         GemmProblem.dense(4096, 4096, 4096, b_major="k", dtype="int8", d_dtype="int32"),
         GemmProblem.grouped("m", 4096, 4096, 4096, 8),
     ],
@@ -133,8 +145,9 @@ def test_xla_is_expected_to_be_slower_where_lines_are_no_multiples_of_16_bytes()
     stores = LOOSE_STORES * 2 * 4096 * 30522 / MEMORY_BYTES_PER_NS
     assert expected.ns == pytest.approx(of_whole.ns + stores)
     assert choose(loose, H200).spec is not None
-    lines = ("n", 1025, LOOSE_LINES[1]), ("n", 1026, LOOSE_LINES[2]), ("n", 1028, LOOSE_LINES[4])
-    for b_major, line, (times, least) in (("k", 1025, LOOSE_ALONG_K), *lines):
+    lines: list[tuple[Major, int, tuple[float, float]]] = [("k", 1025, LOOSE_ALONG_K)]
+    lines += [("n", unit + 1024, LOOSE_LINES[unit]) for unit in LOOSE_LINES]
+    for b_major, line, (times, least) in lines:
         whole = GemmProblem.dense(4096, 30528, 1024, b_major=b_major)
         copied = replace(whole, a=replace(whole.a, copied_line=line))
         found, of_whole = xla_time(copied, H200), xla_time(whole, H200)
@@ -157,6 +170,15 @@ def test_the_default_is_as_fast_with_loose_lines_as_the_faster_of_kernel_and_xla
     assert sum(x > 1 / 0.97 for x in over_xla) <= 1
 
 
+def test_of_measured_batches_the_default_takes_kernels_that_are_faster():
+    speeds = []
+    for row in json.loads(fit_xla.BATCHES.read_text())["rows"]:
+        found = layouts.decision_of((row["subscripts"], row["extents"]), kernel_only=False)
+        speeds.append(row["xla_us"] / row["hopper_us"] if found.spec else 1.0)
+    assert len(speeds) > 110 and math.exp(statistics.fmean(map(math.log, speeds))) > 1.08
+    assert sum(x < 0.97 for x in speeds) < 0.05 * len(speeds)
+
+
 def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():
     """XLA's product of these extents is the faster, but its pass over D is not free."""
     problem = GemmProblem.dense(8192, 2048, 32128, b_major="k")
@@ -172,10 +194,10 @@ def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (GemmProblem.dense(8, 8192, 8192, 2, a_major="m"), "D is 8x8192"),
-        (GemmProblem.dense(8192, 8, 8192, 2), "D is 8192x8"),
-        (GemmProblem.dense(512, 512, 16384, 2), "K=16384 over 32 tiles"),
-        (GemmProblem.dense(1152, 2304, 4480, 2), "most SMs would wait for the last of 3 waves"),
+        (of_one_b(8, 8192, 8192, a_major="m"), "D is 8x8192"),
+        (of_one_b(8192, 8, 8192), "D is 8192x8"),
+        (of_one_b(512, 512, 16384), "K=16384 over 32 tiles"),
+        (of_one_b(1152, 2304, 4480), "most SMs would wait for the last of 3 waves"),
         (GemmProblem.dense(2560, 5120, 5120), "of others that ratio errs by"),
     ],
 )
@@ -188,8 +210,8 @@ def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, wo
 
 @pytest.mark.parametrize("m", [8, 16])
 def test_up_to_16_rows_that_do_not_lie_along_k_go_to_xla(m):
-    """Of batches, whose time on XLA is not fitted."""
-    of_columns = GemmProblem.dense(m, 28672, 8192, 2, a_major="m")
+    """Of batches with one right operand, whose time on XLA is not fitted."""
+    of_columns = of_one_b(m, 28672, 8192, a_major="m")
     assert choose(of_columns, H200).spec is None
     assert choose(replace(of_columns, m=24), H200).spec is not None
     assert best_kernel(GemmProblem.dense(m, 28672, 8192), H200)[0] is not None

@@ -2,10 +2,11 @@
 
 XLA's kernels are not ours to model: which it takes for a product follows no rule that is published.
 So boosted trees predict the logarithm of its time over ours, from what the product is and what our
-own model of cost says of it. `benchmarks/survey.py` and `benchmarks/tf32.py` measure,
-`benchmarks/fit_xla.py` fits. Fits are for dense products of 16-bit operands, and of float32 in
-TF32, one matrix each, on all SMs of the GPU measured. What was measured is bfloat16, on an H200 and
-an H100, whose ratios of times differ too little to tell apart, and float32 on an H200.
+own model of cost says of it. `benchmarks/survey.py`, `layouts.py` and `tf32.py` measure,
+`benchmarks/fit_xla.py` fits. Fits are for dense products of 16-bit operands, of one matrix each or
+of a batch, and of float32 in TF32, of one matrix each, on all SMs of the GPU measured. What was
+measured is bfloat16, on an H200 and an H100, whose ratios of times differ too little to tell apart,
+and batches and float32 on an H200.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from .device import Device
 FITS = Path(__file__).parent / "tables"
 LINE = 64  # elements of 16 bits
 NUM_SMS = 132  # of the GPUs that were surveyed
+LEAST_IN_BATCHES = 16  # rows, columns and K
 XLA_TILES = (128, 256), (256, 128), (128, 128), (64, 256), (192, 192)  # common ones of its kernels
 # Of its times over ours, by kind of product: further off, how far says nothing of other products.
-RATIOS = {"half": (0.6, 1.7), "tf32": (0.5, 2.5)}
+RATIOS = {"half": (0.6, 1.7), "batches": (0.6, 3.0), "tf32": (0.5, 2.5)}
 
 # An inner node: the feature's number, its threshold, the trees up to it and above it. A leaf: what
 # it adds to the prediction.
@@ -79,13 +81,15 @@ def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:
         math.ceil(p.m / 64) * 64 / p.m,
         *filled,
         max(filled),
+        math.log(p.l),
     )
 
 
 def _filled(problem: GemmProblem, tile_m: int, tile_n: int) -> float:
     """Returns the share of D in what waves of tiles of this size would compute on all SMs."""
-    tiles = math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
-    return problem.m * problem.n / (math.ceil(tiles / NUM_SMS) * NUM_SMS * tile_m * tile_n)
+    p = problem
+    tiles = p.l * math.ceil(p.m / tile_m) * math.ceil(p.n / tile_n)
+    return p.l * p.m * p.n / (math.ceil(tiles / NUM_SMS) * NUM_SMS * tile_m * tile_n)
 
 
 def compared(problem: GemmProblem) -> GemmProblem:
@@ -102,12 +106,23 @@ def compared(problem: GemmProblem) -> GemmProblem:
 def surveyed_kind(problem: GemmProblem, device: Device) -> str | None:
     """Returns the key of `RATIOS` of products that were surveyed, if it is one of these."""
     p = problem
-    plain = p.l == 1 and not (p.groups or p.epilogue or p.promoted)
+    plain = not (p.groups or p.epilogue or p.promoted)
     if not plain or p.a_dtype != p.b_dtype or device.limited:
         return None
     if p.rounds_operands:
-        return "tf32"
-    return "half" if p.a_dtype in HALVES else None
+        return "tf32" if p.l == 1 else None
+    if p.a_dtype not in HALVES:
+        return None
+    return "half" if p.l == 1 else "batches" if _is_surveyed_batch(p) else None
+
+
+def _is_surveyed_batch(problem: GemmProblem) -> bool:
+    """Whether matrices of all three arrays lie one behind the other in whole lines, none tiny."""
+    p = problem
+    layouts = ((p.a, p.m * p.k), (p.b, p.n * p.k), (p.d, p.m * p.n))
+    even = all(x.batch_stride == size and not x.outer_strides for x, size in layouts)
+    whole = not (p.a.copied_line or p.b.copied_line)
+    return even and whole and min(p.m, p.n, p.k) >= LEAST_IN_BATCHES
 
 
 def fit_for(problem: GemmProblem, device: Device) -> Fit | None:
