@@ -57,7 +57,7 @@ def test_explain_json_holds_the_decision(capsys):
 
 
 def test_explain_says_why_a_product_goes_to_xla(capsys):
-    found = json_of(capsys, "explain", "600x53214x808")
+    found = json_of(capsys, "explain", "8784x218x302")
     assert found["path"] == "xla" and found["kernel"] is None
     assert "copies and our best kernel are expected to take" in found["reason"]
 

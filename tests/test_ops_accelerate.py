@@ -89,7 +89,8 @@ def test_a_transpose_that_ends_with_a_batch_axis_stays_outside_of_the_product():
     shapes = [jax.ShapeDtypeStruct((8, 16, 512, n), jnp.bfloat16) for n in (512, 64)]
     for function, transposes in ((heads_inside, 0), (batch_inside, 0), (batch_last, 1)):
         assert operations(jhg.accelerate(function), *shapes)["transpose"] == transposes
-        (product,) = jhg.explain(function, *shapes).products
+        ours = jhg.accelerate(function, implementation="hopper")
+        (product,) = jhg.explain(ours, *shapes).products
         assert product.path == "hopper", product
     p, v = integers((2, 3, 8, 8), "bfloat16"), integers((2, 3, 8, 4), "bfloat16")
     for function in (heads_inside, batch_inside, batch_last):
