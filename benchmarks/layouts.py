@@ -65,6 +65,11 @@ def loose_cases() -> Iterator[Case]:
     yield "bqk,bkd->bqd", patches
 
 
+def drawn(rng: Random, least: int, most: int) -> float:
+    """Returns a number between two, whose logarithm is as likely anywhere."""
+    return math.exp(rng.uniform(math.log(least), math.log(most)))
+
+
 def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
     """Yields matrix products of which a row of some operand is no multiple of 16 bytes."""
     rng = Random(seed)
@@ -72,7 +77,7 @@ def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
     def extent(least: int, most: int) -> int:
         """Returns one that is a multiple of 1, 2, 4 or 8 elements, and of no higher power of 2."""
         unit = 2 ** rng.randrange(4)
-        x = round(math.exp(rng.uniform(math.log(least), math.log(most))))
+        x = round(drawn(rng, least, most))
         return x // unit // 2 * 2 * unit + unit
 
     while count:
@@ -88,13 +93,9 @@ def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
 def random_batches(count: int, seed: int) -> Iterator[Case]:
     """Yields products of 2 to 256 matrices each, one behind the other, of 16 to 4096 each way."""
     rng = Random(seed)
-
-    def between(least: int, most: int) -> float:
-        return math.exp(rng.uniform(math.log(least), math.log(most)))
-
     while count:
-        batch = round(between(2, 256))
-        m, n, k = (8 * max(1, round(between(16, 4096) / 8)) for _ in "mnk")
+        batch = round(drawn(rng, 2, 256))
+        m, n, k = (8 * max(1, round(drawn(rng, 16, 4096) / 8)) for _ in "mnk")
         if not 2e8 < batch * m * n * k < 6e11 or batch * (m * n + m * k + k * n) > 2e9:
             continue
         a, b = rng.choice(("bmk", "bkm")), rng.choice(("bkn", "bnk"))
@@ -166,7 +167,7 @@ def measure(case: Case, rounds: int) -> dict:
     )
     return {
         "subscripts": subscripts, "extents": extents, "differs": float(difference / largest),
-        **{name: timing_.to_dict() for name, timing_ in timings.items()},
+        **{f"{name}_us": timing_.median for name, timing_ in timings.items()},
     }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def test_xla_is_expected_to_be_slower_where_lines_are_no_multiples_of_16_bytes()
 
 
 def test_the_default_is_as_fast_with_loose_lines_as_the_faster_of_kernel_and_xla():
-    """By measured times; kernels with the copies that they read. Batches are left to XLA."""
+    """By measured times; kernels with the copies that they read."""
     times = []
     for row in json.loads((fit_xla.DATA / "h200_loose.json").read_text())["rows"]:
         found = layouts.decision_of((row["subscripts"], row["extents"]), kernel_only=False)

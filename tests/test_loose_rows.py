@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.loose import LOOSE_PRODUCTS, loose_program_specs, loose_route
 
@@ -20,6 +21,7 @@ from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.lowering.launch_operands import in_words
 
 
 @pytest.mark.parametrize(
@@ -147,3 +149,12 @@ def test_copies_of_operands_count():
 
 def test_loose_programs_have_kernels():
     assert len(loose_program_specs()) == len(LOOSE_PRODUCTS)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 6), (4, 7), (0, 4)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_array_in_words_has_the_same_bits(dtype, shape):
+    integer = f"uint{8 * jnp.dtype(dtype).itemsize}"
+    bits = np.random.default_rng(0).integers(0, 2**16, shape).astype(integer)
+    found = np.asarray(jax.jit(in_words)(bits.view(jnp.dtype(dtype))))
+    np.testing.assert_array_equal(found.view(integer), bits)

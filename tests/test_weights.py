@@ -20,7 +20,6 @@ from support.weights import BLOCKS, DTYPES, PROGRAMS, quantized
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.lowering.launch_operands import in_words
 from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
 
@@ -395,12 +394,3 @@ NARROW, WIDE32 = activations(M, K), activations(M, K, dtype=jnp.float32)
 def test_errors_name_the_way_out(function, error, text):
     with pytest.raises(error, match=text):
         function()
-
-
-@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 6), (4, 7), (0, 4)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_an_array_in_words_has_the_same_bits(dtype, shape):
-    integer = f"uint{8 * jnp.dtype(dtype).itemsize}"
-    bits = np.random.default_rng(0).integers(0, 2**16, shape).astype(integer)
-    found = np.asarray(jax.jit(in_words)(bits.view(jnp.dtype(dtype))))
-    np.testing.assert_array_equal(found.view(integer), bits)

@@ -137,10 +137,8 @@ def test_what_xla_writes_has_the_bits_of_the_cpu(dtype, half):
         values = (bits.astype(np.int8) >> 4 if dtype == "int4" else bits.view(stored)).astype(
             stored
         )
-        extents = [-(-n // 32) if i == len(shape) + axis else n for i, n in enumerate(values.shape)]
-        extents[-1] *= 1 + packed if axis == -2 else 1
-        if packed and axis == -1:
-            extents[-1] = -(-2 * line // 32)
+        numbers = (*shape[:-1], line * (1 + packed))
+        extents = [-(-n // 32) if i == len(shape) + axis else n for i, n in enumerate(numbers)]
         scale = rng.uniform(0.5, 2, extents).astype(np.float32)
         for scales in ((), (scale,)):
             group = 32 if scales else 0
