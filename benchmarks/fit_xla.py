@@ -1,4 +1,4 @@
-"""Fits the trees of `dispatch/xla.py` to what `survey.py`, `layouts.py` and `tf32.py` measured.
+"""Fits the trees of `dispatch/xla.py` to what `survey.py` and `tf32.py` measured.
 
     python -m pip install scikit-learn
     python benchmarks/fit_xla.py                 # cross-validates, and writes the packaged fits
@@ -35,8 +35,8 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 DATA = Path(__file__).parent / "data"
-SURVEYS, TF32 = sorted(DATA.glob("h*_survey_*.json")), DATA / "h200_tf32.json"
-BATCHES = DATA / "h200_batches.json"
+SURVEYS, BATCHES = (sorted(DATA.glob(f"h*_{kind}_*.json")) for kind in ("survey", "batches"))
+TF32 = DATA / "h200_tf32.json"
 # Of products that move fewer bytes these surveys timed calls that found their operands in L2, as in
 # a program they seldom would, XLA's more often than ours: its times were up to a tenth too short.
 FROM_L2, SURVEYS_FROM_L2 = 20e6, tuple(f"00_survey_{number}" for number in range(1, 13))
@@ -70,26 +70,15 @@ def surveyed(path: Path) -> Iterator[Measured]:
     document, from_l2 = json.loads(path.read_text()), path.stem.endswith(SURVEYS_FROM_L2)
     for row in document["rows"]:
         problem = GemmProblem.dense(
-            row["m"], row["n"], row["k"], a_major=row["a_major"], b_major=row["b_major"]
-        )
+            row["m"], row["n"], row["k"], row.get("l", 1), a_major=row["a_major"],
+            b_major=row["b_major"],
+        )  # fmt: skip
         if from_l2 and problem.bytes < FROM_L2:
             continue
         us = timed_specs(document["names"], row, problem)
         best, _ = best_kernel(problem, H200, us)
         if best:
             yield Measured(problem, best.cost, row["xla_us"] / us[best.spec], best.spec)
-
-
-def in_batches(path: Path) -> Iterator[Measured]:
-    """Yields the products of a file as `layouts.py --batches` writes it."""
-    for row in json.loads(path.read_text())["rows"]:
-        (lhs, rhs), extents = row["subscripts"][:-5].split(","), row["extents"]
-        problem = GemmProblem.dense(
-            *(extents[x] for x in "mnkb"), a_major=lhs[-1], b_major=rhs[-1]
-        )  # fmt: skip
-        best, _ = best_kernel(problem, H200)
-        if best:
-            yield Measured(problem, best.cost, row["xla_us"] / row["hopper_us"], best.spec)
 
 
 def in_tf32(path: Path) -> Iterator[Measured]:
@@ -233,7 +222,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("surveys", nargs="*", type=Path, default=SURVEYS, help="of 16 bits")
-    parser.add_argument("--batches", type=Path, default=BATCHES, help="what was measured of them")
+    parser.add_argument("--batches", nargs="*", type=Path, default=BATCHES, help="of batches")
     parser.add_argument("--tf32", type=Path, default=TF32, help="what was measured in TF32")
     parser.add_argument("--kinds", nargs="+", default=[*RATIOS], choices=RATIOS)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
@@ -242,12 +231,10 @@ def main() -> int:
         if kind == "tf32":
             measured = [*in_tf32(arguments.tf32)]
             error = judge_tf32(measured)
-        elif kind == "batches":
-            measured = [*in_batches(arguments.batches)]
-            error = judge_16_bits(measured, measured, kind)
         else:
-            survey = [x for path in arguments.surveys for x in surveyed(path)]
-            measured = [*survey, *tabled()]
+            paths = arguments.batches if kind == "batches" else arguments.surveys
+            survey = [x for path in paths for x in surveyed(path)]
+            measured = [*survey, *tabled()] if kind == "half" else survey
             error = judge_16_bits(survey, measured, kind)
         if not arguments.dry_run:
             write(measured, kind, error)

@@ -6,9 +6,8 @@
 Scores and values of attention, with heads of their own and with shared ones, and experts of equal
 capacity. Their batch axes do not lie evenly one inside the other: XLA copies operands into order.
 With `--loose` products of which some rows are no multiples of 16 bytes: vocabularies of published
-models, images of 197 patches; with `--random` so many of random extents. With `--batches` so many
-random ones of matrices that lie one behind the other, as `fit_xla.py` reads them. Burst regime,
-CUPTI; a call's time is that of all its kernels.
+models, images of 197 patches; with `--random` so many of random extents. Burst regime, CUPTI; a
+call's time is that of all its kernels.
 """
 
 from __future__ import annotations
@@ -65,11 +64,6 @@ def loose_cases() -> Iterator[Case]:
     yield "bqk,bkd->bqd", patches
 
 
-def drawn(rng: Random, least: int, most: int) -> float:
-    """Returns a number between two, whose logarithm is as likely anywhere."""
-    return math.exp(rng.uniform(math.log(least), math.log(most)))
-
-
 def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
     """Yields matrix products of which a row of some operand is no multiple of 16 bytes."""
     rng = Random(seed)
@@ -77,7 +71,7 @@ def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
     def extent(least: int, most: int) -> int:
         """Returns one that is a multiple of 1, 2, 4 or 8 elements, and of no higher power of 2."""
         unit = 2 ** rng.randrange(4)
-        x = round(drawn(rng, least, most))
+        x = round(math.exp(rng.uniform(math.log(least), math.log(most))))
         return x // unit // 2 * 2 * unit + unit
 
     while count:
@@ -87,19 +81,6 @@ def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
         if all(extents[labels[-1]] % 8 == 0 for labels in (a, b)) or m * n * k > LARGEST:
             continue
         yield f"{a},{b}->mn", extents
-        count -= 1
-
-
-def random_batches(count: int, seed: int) -> Iterator[Case]:
-    """Yields products of 2 to 256 matrices each, one behind the other, of 16 to 4096 each way."""
-    rng = Random(seed)
-    while count:
-        batch = round(drawn(rng, 2, 256))
-        m, n, k = (8 * max(1, round(drawn(rng, 16, 4096) / 8)) for _ in "mnk")
-        if not 2e8 < batch * m * n * k < 6e11 or batch * (m * n + m * k + k * n) > 2e9:
-            continue
-        a, b = rng.choice(("bmk", "bkm")), rng.choice(("bkn", "bnk"))
-        yield f"{a},{b}->bmn", {"b": batch, "m": m, "n": n, "k": k}
         count -= 1
 
 
@@ -121,14 +102,11 @@ def main() -> int:
     parser = command_line.parser(__doc__, rounds=3)
     parser.add_argument("--loose", action="store_true", help="rows that end anywhere")
     parser.add_argument("--random", type=int, help="so many random products of that kind instead")
-    parser.add_argument("--batches", type=int, help="so many random batches instead")
     parser.add_argument("--seed", type=int, default=0, help="that draws them [0]")
     arguments = parser.parse_args()
     chosen = list(loose_cases() if arguments.loose else cases())
     if arguments.random:
         chosen = list(random_loose_cases(arguments.random, arguments.seed))
-    if arguments.batches:
-        chosen = list(random_batches(arguments.batches, arguments.seed))
     if arguments.build:
         return command_line.build((decision_of(case).spec for case in chosen), arguments.build)
     benchmark.this_device()

@@ -6,9 +6,10 @@
 
 Products are drawn by a seed from extents of published models and log-uniformly, with all layouts.
 Two of three are such that a kernel may run by default, as the fit of XLA's time has it: there it
-matters how well it knows. Those of the `heldout` suite are left out. `--suite` asks for those of a
-suite in their place. `--table` adds the fastest of each product's kernels to a table, as `tune`
-does in more time; with `--gain 1.02` only those 2 % faster than XLA.
+matters how well it knows. Those of the `heldout` suite are left out. `--batches` asks for random
+batches, and `--suite` for a suite's products, in their place. `--table` adds the fastest of each
+product's kernels to a table, as `tune` does in more time; with `--gain 1.02` only those 2 % faster
+than XLA.
 
 Of each product these kernels are timed, in turns with XLA's own product, so that all share clock
 and temperature: the one that dispatch would run, those of least expected cost, the best of
@@ -42,7 +43,6 @@ from jax_hopper_gemm.dispatch.candidates import (
     WIDE_EPI_TILE,
     considered_specs,
     filled_spec,
-    model_specs,
     types_of,
     worthwhile,
 )
@@ -118,7 +118,8 @@ def _is_open(problem: GemmProblem) -> bool:
 
 def stores(problem: GemmProblem) -> bool:
     """Whether storing D takes about as long as multiplying, or longer."""
-    return problem.m * problem.n >= STORED_ELEMENTS and problem.k <= STORED_K
+    p = problem
+    return p.l * p.m * p.n >= STORED_ELEMENTS and p.k <= STORED_K
 
 
 def few_rows(problem: GemmProblem) -> bool:
@@ -169,7 +170,7 @@ def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0)
         found = (filled_specs(kind, configs) for kind in types_of(problem))
         return ranked(problem, device, chain.from_iterable(found))
 
-    usual_specs = {spec for kind in types_of(problem) for spec in model_specs(kind)}
+    usual_specs = set(considered_specs(problem))
     untried = (pair for pair in legal(UNTRIED) if pair[1] not in usual_specs)
 
     leaders = [spec for _, spec in known[:LEADERS]]
@@ -231,7 +232,8 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         for problem, kernels, own in zip(batch, chosen, todo, strict=True):
             if time.monotonic() - start > arguments.seconds:
                 break
-            what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
+            row: dict[str, Any] = {x: getattr(problem, x) for x in ("l", "m", "n", "k")}
+            what = f"{'x'.join(map(str, row.values()))} {shapes.layout_name(problem)}"
             draw, *run = islice(ready, 1 + len(own))
             try:
                 inputs = benchmark.drawn_inputs(problem, compiled(draw))
@@ -241,7 +243,6 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
             except Exception as error:
                 print(f"{what}: {error}", flush=True)
                 continue
-            row: dict[str, Any] = {x: getattr(problem, x) for x in ("m", "n", "k")}
             row |= {"a_major": problem.a.major, "b_major": problem.b.major}
             row["xla_us"] = round(times.pop("xla"), 2)
             row["kernels"] = [numbers.setdefault(name, len(numbers)) for name in times]
@@ -292,6 +293,7 @@ def main() -> int:
         parser.add_argument(
             name, dest="only", action="store_const", const=only, help=f"only products {what}"
         )
+    parser.add_argument("--batches", action="store_true", help="batches of matrices instead")
     parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
     parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
     parser.add_argument(
@@ -304,7 +306,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    problems = products(arguments.count, arguments.seed, arguments.only)
+    if arguments.batches:
+        problems = shapes.random_batches(arguments.count, arguments.seed)
+    else:
+        problems = products(arguments.count, arguments.seed, arguments.only)
     if arguments.suite:
         problems = list(shapes.suite(arguments.suite))
     if arguments.build:

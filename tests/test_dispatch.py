@@ -23,7 +23,12 @@ from jax_hopper_gemm.dispatch import (
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
+from jax_hopper_gemm.dispatch.candidates import (
+    batch_configs,
+    filled_spec,
+    model_specs,
+    types_of,
+)
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS, Config
 from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
@@ -139,6 +144,21 @@ def test_small_products_take_tiles_that_reach_most_sms():
 def test_narrow_results_take_narrow_tiles(n):
     spec = choose(GemmProblem.dense(8192, n, 4096), H200, kernel_only=True).spec
     assert spec is not None and spec.tile_n <= 64
+
+
+@pytest.mark.parametrize(("batch", "sides"), [(738, (88, 80, 64)), (232, (40, 2248, 32))])
+def test_small_matrices_of_a_batch_take_tiles_of_about_their_size(
+    batch: int, sides: tuple[int, int, int]
+):
+    """On an H200 the first took 10.0 us by tiles of 128x96, 18.7 by 256x144."""
+    found = {}
+    for l in (1, batch):  # noqa: E741
+        problem = GemmProblem.dense(*sides, l)
+        spec = choose(problem, H200, kernel_only=True).spec
+        of_batch = {s for kind in types_of(problem) for s in model_specs(kind, batch_configs)}
+        found[l] = spec in of_batch
+        assert spec and spec.cluster_size == 1 or l == 1
+    assert found == {1: False, batch: True}
 
 
 def test_reason_gives_time_bound_tiles_and_waves():

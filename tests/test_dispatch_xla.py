@@ -7,6 +7,7 @@ import math
 import statistics
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import fit_xla
 import layouts
@@ -173,12 +174,24 @@ def test_the_default_is_as_fast_with_loose_lines_as_the_faster_of_kernel_and_xla
 
 
 def test_of_measured_batches_the_default_takes_kernels_that_are_faster():
-    speeds = []
-    for row in json.loads(fit_xla.BATCHES.read_text())["rows"]:
-        found = layouts.decision_of((row["subscripts"], row["extents"]), kernel_only=False)
-        speeds.append(row["xla_us"] / row["hopper_us"] if found.spec else 1.0)
-    assert len(speeds) > 110 and math.exp(statistics.fmean(map(math.log, speeds))) > 1.08
-    assert sum(x < 0.97 for x in speeds) < 0.05 * len(speeds)
+    measured = [x for path in fit_xla.BATCHES for x in fit_xla.surveyed(path) if x.runs]
+    speeds = [x.ratio if choose(x.problem, H200).spec else 1.0 for x in measured]
+    assert len(speeds) > 500 and math.exp(statistics.fmean(map(math.log, speeds))) > 1.09
+    assert sum(x < 0.97 for x in speeds) < 0.02 * len(speeds)
+
+
+def test_kernels_chosen_for_measured_batches_are_near_the_fastest_of_those_timed():
+    losses = []
+    for document in (json.loads(path.read_text()) for path in fit_xla.BATCHES):
+        for row in document["rows"]:
+            l, m, n, k = (row[x] for x in "lmnk")  # noqa: E741
+            majors: dict[str, Any] = {x: row[x] for x in ("a_major", "b_major")}
+            problem = GemmProblem.dense(m, n, k, l, **majors)
+            us = fit_xla.timed_specs(document["names"], row, problem)
+            best, _ = best_kernel(problem, H200, us)
+            if best:
+                losses.append(us[best.spec] / min(row["us"]))
+    assert len(losses) == 800 and math.exp(statistics.fmean(map(math.log, losses))) < 1.05
 
 
 def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():

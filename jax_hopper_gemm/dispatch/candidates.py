@@ -8,10 +8,10 @@ find better (`legal_specs`, for one problem).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from ..gemm import simt
@@ -26,6 +26,7 @@ from ..gemm.smem import SMEM_LIMIT
 from ..gemm.spec import GemmSpec
 from ..gemm.type_legality import GATHERABLE
 from .configs import (
+    BATCH_CONFIGS,
     CONFIGS,
     CONVERTED_CONFIGS,
     MORE_CONFIGS,
@@ -67,15 +68,20 @@ B_MAJORS: tuple[Major, ...] = ("n", "k")
 
 
 @lru_cache(maxsize=1024)
-def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    """Returns the kernels of a type that the cost model may choose."""
-    return _legal(model_configs(problem_type), problem_type)
+def model_specs(
+    problem_type: ProblemType, configs_of: ConfigsOf | None = None
+) -> tuple[GemmSpec, ...]:
+    """Returns the kernels of a type that the cost model may choose for all of its problems.
+
+    Or those of another one of `CONFIG_SETS`, for some of them.
+    """
+    return _legal((configs_of or model_configs)(problem_type), problem_type)
 
 
-@lru_cache(maxsize=1024)
-def wide_store_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    """Returns kernels of a type that store wider lines, for D with `splits_sectors`."""
-    return _legal(wide_store_configs(problem_type), problem_type)
+def all_model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    """Returns the kernels of a type that the cost model may choose for some problem."""
+    sets = (model_specs(problem_type, configs_of) for configs_of in CONFIG_SETS)
+    return tuple(dict.fromkeys(chain.from_iterable(sets)))
 
 
 @lru_cache(maxsize=4096)
@@ -92,11 +98,15 @@ def types_of(problem: GemmProblem) -> tuple[ProblemType, ...]:
 
 def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
     """Returns the kernels that the cost model chooses among for a problem."""
-    kinds = types_of(problem)
-    specs = [spec for kind in kinds for spec in model_specs(kind)]
-    if problem.splits_sectors:
-        specs += [spec for kind in kinds for spec in wide_store_specs(kind)]
-    return specs
+    pairs = product(config_sets(problem), types_of(problem))
+    return [spec for configs_of, kind in pairs for spec in model_specs(kind, configs_of)]
+
+
+def config_sets(problem: GemmProblem) -> list[ConfigsOf]:
+    """Returns the sets of configurations, by type, that a problem's kernels are chosen from."""
+    sets = [model_configs]
+    sets += [wide_store_configs] if problem.splits_sectors else []
+    return sets + [batch_configs] if problem.l > 1 else sets
 
 
 @lru_cache(maxsize=64)
@@ -116,10 +126,24 @@ def model_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
 
 def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns the configurations of `wide_store_specs`, legal or not."""
+    """Returns configurations that store wider lines, for D with `splits_sectors`, legal or not."""
     narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
-    plain = problem_type.grouped is None and problem_type.a_dtype in HALVES
-    return WIDE_STORE_CONFIGS if narrow and plain else ()
+    return WIDE_STORE_CONFIGS if narrow and _is_dense_half(problem_type) else ()
+
+
+def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns configurations for batches of small matrices, legal or not."""
+    return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
+
+
+# Sets of configurations of which some problems' kernels are chosen.
+ConfigsOf = Callable[[ProblemType], tuple[Config, ...]]
+CONFIG_SETS: tuple[ConfigsOf, ...] = (model_configs, wide_store_configs, batch_configs)
+
+
+def _is_dense_half(problem_type: ProblemType) -> bool:
+    plain = problem_type.grouped is None and not problem_type.b_in_registers
+    return plain and problem_type.a_dtype in HALVES
 
 
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
@@ -309,7 +333,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     specs: dict[GemmSpec, None] = {}
     for axis, (dtype, d_dtype) in product(AXES, pairs):
         for problem_type in problem_types(dtype, d_dtype, None, axis):
-            specs |= dict.fromkeys((*model_specs(problem_type), *wide_store_specs(problem_type)))
+            specs |= dict.fromkeys(all_model_specs(problem_type))
     for measured in measured_specs(device):
         if (measured.a_dtype, measured.d_dtype) in pairs:
             plain = ProblemType.of_spec(measured)

@@ -206,6 +206,31 @@ WIDE_STORE_CONFIGS = tuple(
     if config.tile_m * config.tile_n >= 128 * 128 and not config.split_k
 )
 
+# Many small matrices, beside `DENSE_CONFIGS` and where D's transpose is computed: a tile has about
+# the rows and columns of one, no cluster has two of it, and of short K stores hide behind the next
+# tile's loads.
+BATCH_CONFIGS = (
+    *(
+        Config(tile_m, tile_n, warp_schedule="pingpong")
+        for tile_m, tile_n in ((64, 64), (64, 192), (128, 64), (128, 128))
+    ),
+    *(
+        Config(*tile, cluster_m=m, warp_schedule="pingpong", tile_scheduler="dynamic")
+        for *tile, m in (
+            (64, 192, 1), (64, 256, 1), (128, 128, 1), (128, 128, 2), (128, 160, 1), (128, 160, 2),
+        )
+    ),
+    Config(64, 128, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a"),
+    Config(128, 80),
+    Config(128, 224),
+    Config(192, 32),
+    Config(192, 96),
+    Config(256, 16),
+    Config(256, 32),
+    Config(256, 96),
+)  # fmt: skip
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),

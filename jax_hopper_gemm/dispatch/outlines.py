@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..gemm.conversion import BLOCK
@@ -22,17 +23,17 @@ from .candidates import (
     MAX_STAGES,
     MIN_STAGES,
     WIDE_EPI_TILE,
+    ConfigsOf,
     along_k,
-    model_configs,
+    config_sets,
     types_of,
-    wide_store_configs,
     with_rings,
 )
-from .configs import WIDE_STORE_CONFIGS, Config
+from .configs import Config
 from .several import Several
 
 # Types with other epilogues and results have the same outlines, but for what `OF_RESULTS` names.
-BARE = {n: EpilogueGraph(n, results=plain_graph("float32").results) for n in (1, 2)}
+BARE = {n: EpilogueGraph(n, results=plain_graph("bfloat16").results) for n in (1, 2)}
 OF_RESULTS = ("d_dtype", "loose_d", "epilogue", "graph", "epi_box", "epi_stage_bytes")
 BARE_BATCH: dict[str, Any] = {"nested": False, "indexed": None}  # on which no cost depends
 
@@ -47,34 +48,32 @@ class Outlines(NamedTuple):
 
 def outlined(problem: GemmProblem) -> list[Outlines]:
     """Returns the outlines of `considered_specs`, in their order."""
-    kinds = types_of(problem)
-    found = [_outlines(kind, wide=False) for kind in kinds]
-    if problem.splits_sectors:
-        found += [_outlines(kind, wide=True) for kind in kinds if wide_store_configs(kind)]
+    pairs = product(config_sets(problem), types_of(problem))
+    found = (_outlines(kind, configs_of) for configs_of, kind in pairs)
     return [outlines for outlines in found if outlines.configs]
 
 
 @lru_cache(maxsize=1024)
-def _outlines(problem_type: ProblemType, wide: bool) -> Outlines:
+def _outlines(problem_type: ProblemType, configs_of: ConfigsOf) -> Outlines:
     """Returns a type's outlines: those of a bare epilogue and batch, but for what they share."""
     bare, graph = replace(problem_type, **BARE_BATCH), problem_type.epilogue
     # Of whole rows there are more configurations; of reductions promoted sums are in no turns.
     differs = graph and (graph.needs_whole_rows or problem_type.promoted and graph.needs_extents)
     if not differs:
         graph = BARE[graph.accumulators if graph else 1]
-        bare = replace(bare, epilogue=graph, d_dtype="float32", loose_d=False)
-    configs, kernels = _stored(bare, wide)
-    if not configs:
-        return Outlines(problem_type, configs, kernels)
+        bare = replace(bare, epilogue=graph, d_dtype="bfloat16", loose_d=False)
+    configs, kernels = _stored(bare, configs_of)
+    if not configs or not configs_of(problem_type):
+        return Outlines(problem_type, (), kernels)
     one = _outline(configs[0], problem_type)
     common = {name: getattr(one, name) for name in OF_RESULTS}
     return Outlines(problem_type, configs, kernels.varied(**common))
 
 
 @lru_cache(maxsize=256)
-def _stored(problem_type: ProblemType, wide: bool) -> tuple[tuple[Config, ...], Several]:
+def _stored(problem_type: ProblemType, configs_of: ConfigsOf) -> tuple[tuple[Config, ...], Several]:
     """Returns the same of bare epilogues; along which axes operands lie, only boxes depend on."""
-    configs, specs, kernels = _alike(along_k(problem_type), wide)
+    configs, specs, kernels = _alike(along_k(problem_type), configs_of)
     majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
     tiles = [(s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n) for s in specs]
     of_tile = dict(zip(tiles, specs, strict=True))  # boxes are the same of all others
@@ -88,10 +87,9 @@ def _stored(problem_type: ProblemType, wide: bool) -> tuple[tuple[Config, ...], 
 
 @lru_cache(maxsize=256)
 def _alike(
-    problem_type: ProblemType, wide: bool
+    problem_type: ProblemType, configs_of: ConfigsOf
 ) -> tuple[tuple[Config, ...], list[GemmSpec], Several]:
-    considered = WIDE_STORE_CONFIGS if wide else model_configs(problem_type)
-    made = [(config, _outline(config, problem_type)) for config in considered]
+    made = [(config, _outline(config, problem_type)) for config in configs_of(problem_type)]
     specs = [spec for _, spec in made if spec]
     return tuple(config for config, spec in made if spec), specs, Several(specs)
 

@@ -14,7 +14,7 @@ from functools import cache
 from support.covering import covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 
-from jax_hopper_gemm.dispatch.candidates import A_MAJORS, AXES, B_MAJORS, model_specs
+from jax_hopper_gemm.dispatch.candidates import A_MAJORS, AXES, B_MAJORS, all_model_specs
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
 from jax_hopper_gemm.gemm.dtypes import DTYPES, HALVES, OPERANDS, WEIGHTS, multiply, results_of
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
@@ -148,7 +148,7 @@ def pool() -> tuple[GemmSpec, ...]:
         return missing.intersection(_families(kind))
 
     while few := covering_subset(types, shows):
-        more = dict.fromkeys(spec for kind in few for spec in model_specs(kind))
+        more = dict.fromkeys(spec for kind in few for spec in all_model_specs(kind))
         missing -= families_of(more)
         found |= more
         for kind in few:  # some have no kernel that is worth it

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import product
 
 from jax_hopper_gemm.dispatch.candidates import (
+    all_model_specs,
     measured_specs,
-    model_specs,
     problem_types,
     refilled_spec,
     specs_on,
@@ -42,7 +42,7 @@ def epilogue_specs(
     for graph, dtype in product(graphs, dtypes):
         d_dtype = graph.matrices[0].dtype if graph.matrices else dtype
         for problem_type in problem_types(dtype, d_dtype, graph, grouped):
-            specs |= dict.fromkeys(model_specs(problem_type))
+            specs |= dict.fromkeys(all_model_specs(problem_type))
             alike = (s for s in measured if ProblemType.of_spec(s) == problem_type.plain)
             refilled = (refilled_spec(spec, problem_type) for spec in alike)
             specs |= dict.fromkeys(spec for spec in refilled if spec)
