@@ -212,7 +212,7 @@ WIDE_STORE_CONFIGS = tuple(
 BATCH_CONFIGS = (
     *(
         Config(tile_m, tile_n, warp_schedule="pingpong")
-        for tile_m, tile_n in ((64, 64), (64, 192), (128, 64), (128, 128))
+        for tile_m, tile_n in ((64, 64), (64, 192), (128, 64), (128, 128), (128, 160))
     ),
     *(
         Config(*tile, cluster_m=m, warp_schedule="pingpong", tile_scheduler="dynamic")

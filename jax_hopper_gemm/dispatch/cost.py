@@ -71,9 +71,10 @@ DYNAMIC_CYCLES = 900.0  # fitted: to claim and find a tile of groups
 # Fitted over 940 kernels of 47 products: what claims cost the tiles of two pingpong warpgroups.
 # Cooperative ones claim a tile while they multiply.
 IN_TURNS_CYCLES = 1600.0
-# Fitted over 4,700 kernels of 600 batches: of those warpgroups' turns there, beside all claims.
-# Kernels of least cost then took 1.038 of the fastest one's time in the mean, before 1.044.
-HIDDEN_IN_BATCHES = 1400.0
+# Fitted over 6,000 kernels of 840 batches: of those warpgroups' turns there, beside all claims, and
+# the counter. With `memory_traffic.STORED_IN_BATCHES` kernels of least cost then took 1.032 of the
+# fastest one's time in the mean, before 1.043; of 45 products as attention has them 1.005 and 1.012.
+HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
@@ -151,8 +152,8 @@ def expected_times(
 
     shared, k_tiles = waves.shared, expected_k_tiles(p, s)
     mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
-    waves_of_tiles = where(s.split_k, shared.stored, waves.number)
-    cycles = _sm_cycles(s, waves_of_tiles, mainloop, batch=p.l > 1 and not p.groups)
+    batch = p.l > 1 and not p.groups
+    cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop, batch)
     if p.groups and p.groups.axis == "k":  # an SM with few tiles may have the largest group's
         cycles += (expected_largest(p.groups.total) - 1) * mainloop / waves.number
     sm_ns = cycles / CYCLES_PER_NS
@@ -164,11 +165,12 @@ def expected_times(
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
     ns += _exchange_cycles(s, shared.added) / CYCLES_PER_NS  # when all k-tiles have been read
-    ns += s.dynamic * (0.0 if p.groups else COUNTER_NS)
+    counter_ns = COUNTER_OF_BATCHES_NS if batch else COUNTER_NS
+    ns += s.dynamic * (0.0 if p.groups else counter_ns)
     return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
 
 
-def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float, *, batch: bool) -> float:
+def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float, batch: bool) -> float:
     """Returns one CTA's cycles for `waves` tiles of `mainloop` cycles each.
 
     Pingpong warpgroups take turns, so a store costs only what is longer than the other's

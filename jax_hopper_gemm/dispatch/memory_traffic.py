@@ -19,6 +19,7 @@ from .several import least, most, where
 # Fitted: what a byte of D costs, in bytes that are read. Where clusters have fixed shares of the
 # tiles some fall behind, so that tiles in flight lie farther apart.
 STORED, STORED_BY_SHARES = 1.2, 1.4
+STORED_IN_BATCHES = 0.65  # of what either is more than 1; fitted as `cost.HIDDEN_IN_BATCHES`
 # The same of groups along K, of tiles by one CTA and by clusters; fitted as `cost.LENGTHENING`.
 STORED_OF_GROUPS, STORED_BY_CLUSTERS = 1.02, 1.08
 # Measured, for each line of a box that is stored: what two sectors cost of which it fills a part.
@@ -68,6 +69,7 @@ def _slow_bytes(problem: GemmProblem, spec: GemmSpec) -> float:
         stored = where(s.cluster_size > 1, STORED_BY_CLUSTERS, STORED_OF_GROUPS)
     else:
         stored = where(s.dynamic, STORED, STORED_BY_SHARES)
+        stored = 1 + (stored - 1) * (STORED_IN_BATCHES if p.l > 1 and not s.grouped else 1.0)
     slow = (stored - 1) * elements * p.element_bytes
     if p.splits_sectors:
         widths = (s.epi_box(result.dtype).contiguous for result in p.graph.matrices)
