@@ -1,8 +1,8 @@
 """The kernels that are worth considering for a type of problems, made of `configs`.
 
-Two sets. `model_specs` is small and closed: what the cost model may choose with no measurement,
-so that all of it can be built ahead (`table_specs`). `tuner_specs` is wide: what a measurement may
-find better (`legal_specs`, for one problem).
+`model_specs` is small and closed: what the cost model may choose with no measurement, so that all
+of it can be built ahead (`table_specs`); a part of it is for some problems (`config_sets`).
+`tuner_specs` is wide: what a measurement may find better (`legal_specs`, for one problem).
 `filled_spec` gives a configuration as many stages as fit.
 """
 
@@ -66,16 +66,64 @@ AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")
 
+ConfigsOf = Callable[[ProblemType], tuple[Config, ...]]
+
+
+def model_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns the configurations of `model_specs`, legal or not."""
+    considered, epilogue = _configs(problem_type), problem_type.epilogue
+    if epilogue and epilogue.needs_whole_rows:
+        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
+    return considered
+
+
+def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns configurations that store wider lines, for D with `splits_sectors`, legal or not."""
+    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
+    return WIDE_STORE_CONFIGS if narrow and _is_dense_half(problem_type) else ()
+
+
+def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns configurations for batches of small matrices, legal or not."""
+    return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
+
+
+def _is_dense_half(problem_type: ProblemType) -> bool:
+    plain = problem_type.grouped is None and not problem_type.b_in_registers
+    return plain and problem_type.a_dtype in HALVES
+
+
+def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    if problem_type.simt_width:
+        return SIMT_CONFIGS
+    if problem_type.bf16_terms:
+        in_memory = problem_type.a_dtype != "float32"
+        return STORED_PARTS_CONFIGS if in_memory else PARTS_CONFIGS[problem_type.grouped]
+    if problem_type.b_in_registers:
+        return CONVERTED_CONFIGS
+    if problem_type.d_major == "m":
+        return TRANSPOSED_CONFIGS
+    configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
+    if problem_type.promoted:
+        configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
+        # While a warpgroup promotes its sums another one must multiply.
+        return tuple(dict.fromkeys(c for c in configs if c.warp_schedule != "pingpong"))
+    measured = problem_type.a_dtype in HALVES or problem_type.rounds_operands
+    return configs + MORE_CONFIGS if measured and problem_type.grouped is None else configs
+
+
+CONFIG_SETS: tuple[ConfigsOf, ...] = (model_configs, wide_store_configs, batch_configs)
+
 
 @lru_cache(maxsize=1024)
 def model_specs(
-    problem_type: ProblemType, configs_of: ConfigsOf | None = None
+    problem_type: ProblemType, configs_of: ConfigsOf = model_configs
 ) -> tuple[GemmSpec, ...]:
-    """Returns the kernels of a type that the cost model may choose for all of its problems.
+    """Returns the kernels of a type that the cost model may choose for any problem of it.
 
-    Or those of another one of `CONFIG_SETS`, for some of them.
+    Or those of another one of `CONFIG_SETS`, which it may choose for some (`config_sets`).
     """
-    return _legal((configs_of or model_configs)(problem_type), problem_type)
+    return _legal(configs_of(problem_type), problem_type)
 
 
 def all_model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
@@ -115,54 +163,6 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     specs = dict.fromkeys(_legal(_configs(problem_type), problem_type))
     specs |= dict.fromkeys(_legal(tuner_configs(), problem_type))
     return tuple(specs)
-
-
-def model_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns the configurations of `model_specs`, legal or not."""
-    considered, epilogue = _configs(problem_type), problem_type.epilogue
-    if epilogue and epilogue.needs_whole_rows:
-        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
-    return considered
-
-
-def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations that store wider lines, for D with `splits_sectors`, legal or not."""
-    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
-    return WIDE_STORE_CONFIGS if narrow and _is_dense_half(problem_type) else ()
-
-
-def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for batches of small matrices, legal or not."""
-    return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
-
-
-# Sets of configurations of which some problems' kernels are chosen.
-ConfigsOf = Callable[[ProblemType], tuple[Config, ...]]
-CONFIG_SETS: tuple[ConfigsOf, ...] = (model_configs, wide_store_configs, batch_configs)
-
-
-def _is_dense_half(problem_type: ProblemType) -> bool:
-    plain = problem_type.grouped is None and not problem_type.b_in_registers
-    return plain and problem_type.a_dtype in HALVES
-
-
-def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    if problem_type.simt_width:
-        return SIMT_CONFIGS
-    if problem_type.bf16_terms:
-        in_memory = problem_type.a_dtype != "float32"
-        return STORED_PARTS_CONFIGS if in_memory else PARTS_CONFIGS[problem_type.grouped]
-    if problem_type.b_in_registers:
-        return CONVERTED_CONFIGS
-    if problem_type.d_major == "m":
-        return TRANSPOSED_CONFIGS
-    configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
-    if problem_type.promoted:
-        configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
-        # While a warpgroup promotes its sums another one must multiply.
-        return tuple(dict.fromkeys(c for c in configs if c.warp_schedule != "pingpong"))
-    measured = problem_type.a_dtype in HALVES or problem_type.rounds_operands
-    return configs + MORE_CONFIGS if measured and problem_type.grouped is None else configs
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:

@@ -206,9 +206,9 @@ WIDE_STORE_CONFIGS = tuple(
     if config.tile_m * config.tile_n >= 128 * 128 and not config.split_k
 )
 
-# Many small matrices, beside `DENSE_CONFIGS` and where D's transpose is computed: a tile has about
-# the rows and columns of one, no cluster has two of it, and of short K stores hide behind the next
-# tile's loads.
+# Batches, beside `DENSE_CONFIGS` and where D's transpose is computed. Matrices have few tiles: most
+# of these have no cluster, for which there may be no second one. K is short: one warpgroup stores
+# while the other multiplies.
 BATCH_CONFIGS = (
     *(
         Config(tile_m, tile_n, warp_schedule="pingpong")

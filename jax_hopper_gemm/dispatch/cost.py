@@ -71,10 +71,9 @@ DYNAMIC_CYCLES = 900.0  # fitted: to claim and find a tile of groups
 # Fitted over 940 kernels of 47 products: what claims cost the tiles of two pingpong warpgroups.
 # Cooperative ones claim a tile while they multiply.
 IN_TURNS_CYCLES = 1600.0
-# Fitted over 6,000 kernels of 840 batches: what less a turn of such warpgroups takes there, claims
-# as well; and the counter. With `memory_traffic.STORED_IN_BATCHES` kernels of least cost then took
-# 1.032 of the fastest one's time in the mean, before 1.043; of 45 of attention's products 1.005 and
-# 1.012.
+# Fitted over 6,000 kernels of 840 batches, where turns of such warpgroups take so much less, claims
+# included, and the counter so much. With `memory_traffic.STORED_IN_BATCHES` kernels of least cost
+# then took 1.031 of the fastest one's time in the mean, before 1.043.
 HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion.
