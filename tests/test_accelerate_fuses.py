@@ -291,7 +291,12 @@ def test_residuals_begin_with_what_xla_computes(reads: int) -> None:
     assert ("mul" in first[1]) == (reads == 1) and "mul" not in second[1]
 
 
-def test_of_a_region_that_does_not_pay_less_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_less", [False, True])
+def test_of_a_region_that_does_not_pay_less_is_tried(
+    of_less: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless less is refused as well."""
+
     def function(x: Any, w: Any, v: Any, b: Any) -> Any:
         h = jnp.tanh(x @ w) * (x @ v) + b
         return h, h.astype(F32).sum(0)
@@ -300,14 +305,17 @@ def test_of_a_region_that_does_not_pay_less_is_tried(monkeypatch: pytest.MonkeyP
     assert products(function, X, W, V, ROW) == whole
     refused: list[int] = []
 
-    def refusal(equations: Any, region: Any, *_: Any) -> str | None:
+    def refusal(equations: Any, region: Any, *_: Any) -> fuse_jaxpr.Refusal | None:
         refused.append(len(region.products))
-        return "too much" if region.sums or len(region.products) > 1 else None
+        too_much = (region.sums and not of_less) or len(region.products) > 1
+        return fuse_jaxpr.Refusal("too much", of_less) if too_much else None
 
     monkeypatch.setattr(fuse_jaxpr, "_refusal", refusal)
     first, second = products(function, X, W, V, ROW)
-    assert refused == [2, 2, 1, 1]  # with the sum, without, and each product by itself
-    assert (first[2], second[2]) == (["tanh"], ["mul", "add"])
+    without_sum = [] if of_less else [2]
+    assert refused == [2, *without_sum, 1, 1]  # both products, and each by itself
+    total = ["reduce_sum"] if of_less else []  # that the second takes along
+    assert (first[2], second[2]) == (["tanh"], ["mul", "add", *total])
 
 
 def test_a_value_is_not_computed_before_what_it_reads() -> None:
@@ -322,7 +330,8 @@ def test_a_value_is_not_computed_before_what_it_reads() -> None:
 
 
 def test_xla_takes_a_sum_that_the_last_product_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda _, region, *__: region.sums or None)
+    sums = fuse_jaxpr.Refusal("a sum")
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda _, region, *__: region.sums and sums)
     arguments = [integers((8, 8), "bfloat16", seed=seed) for seed in range(5)]
 
     def function(x: Any, w: Any, y: Any, v: Any, scale: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dispatch import Device, pass_ns
 from ..fusion.jumps import read_across_a_jump
@@ -80,8 +80,8 @@ def _fused(
             raise _NoGate(no_gates)
         found = {x: kernels.of(x) for x in search.regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
-        refused = [x for x, (_, reason) in found.items() if reason]
-        refused += [x for x in search.regions if not x.whole]
+        reasons = {x: refusal for x, (_, refusal) in found.items() if refusal}
+        refused = [*reasons, *(x for x in search.regions if not x.whole)]
         if not refused:
             try:
                 new = launched_together(_ordered(dependences, launches, results))
@@ -89,7 +89,8 @@ def _fused(
             except NoPlace as error:
                 refused = [error.launch]
         for region in refused:  # less of it is tried
-            if region.sums:
+            refusal = reasons.get(region)
+            if region.sums and not (refusal and refusal.of_less):
                 along = min(region.sums)  # columns first
                 unsummed.update((number, along) for number in region.products)
             elif len(region.products) > 1:
@@ -101,6 +102,13 @@ def _fused(
         search = Regions(dependences, apart, unsummed)
 
 
+class Refusal(NamedTuple):
+    """Why XLA should compute what follows a product."""
+
+    reason: str
+    of_less: bool = False  # whether it holds for less of that, too
+
+
 class _Launches:
     """The equations that stand for the regions of a program, and why XLA should compute some."""
 
@@ -108,8 +116,8 @@ class _Launches:
         self._equations, self._device = equations, current_device()
         self._whole = {x.numbers: x.whole for x in halved}  # by numbers of the two products
         self._makers = {x: equation for equation in equations for x in equation.outvars}
-        self._known: dict[Any, tuple[Any, str | None]] = {}  # by content of a region
-        self._alike: dict[Any, tuple[dict[str, Any], str | None]] = {}  # by its structure
+        self._known: dict[Any, tuple[Any, Refusal | None]] = {}  # by content of a region
+        self._alike: dict[Any, tuple[dict[str, Any], Refusal | None]] = {}  # by its structure
 
     def absent(self) -> set[int]:
         """Returns the numbers of products that no kernel runs, whatever follows them."""
@@ -123,13 +131,13 @@ class _Launches:
                     absent.add(number)
         return absent
 
-    def of(self, region: Region) -> tuple[Any, str | None]:
+    def of(self, region: Region) -> tuple[Any, Refusal | None]:
         """Returns the equation of a region, and why none should stand for it, or None."""
         if (content := region.content) not in self._known:
             self._known[content] = self._weighed(region)
         return self._known[content]
 
-    def _weighed(self, region: Region) -> tuple[Any, str | None]:
+    def _weighed(self, region: Region) -> tuple[Any, Refusal | None]:
         """Returns the same; what regions of one structure have in common is found once."""
         products = [self._equations[number] for number in region.products]
         lhs, _, *sizes = products[0].invars
@@ -145,7 +153,7 @@ class _Launches:
         placed = in_place(region, self._equations, len(sizes))
         alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
         known = self._alike.get(alike) if alike else None
-        params, reason = known or (_params(products, function, empty, as_stored), None)
+        params, refusal = known or (_params(products, function, empty, as_stored), None)
         launch = products[-1].replace(
             primitive=hopper_fused_p,
             params={**params, "in_place": placed},
@@ -153,13 +161,14 @@ class _Launches:
             outvars=region.outputs,
         )
         if known is None:
-            reason = _refusal(apart, region, launch, self._device)
+            refusal = _refusal(apart, region, launch, self._device)
             if alike:
-                self._alike[alike] = params, reason
-        if reason:
-            return launch, reason
+                self._alike[alike] = params, refusal
+        if refusal:
+            return launch, refusal
         of_one = of_one_array(launch, self._makers, self._device)
-        return of_one, "it would copy halves of weights" if whole and of_one is launch else None
+        copies = whole and of_one is launch
+        return of_one, Refusal("it would copy halves of weights") if copies else None
 
 
 def _asked(product: Any) -> tuple[Any, ...]:
@@ -209,25 +218,27 @@ def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any])
                 yield number
 
 
-def _refusal(products: Sequence[Any], region: Region, launch: Any, device: Device) -> str | None:
+def _refusal(
+    products: Sequence[Any], region: Region, launch: Any, device: Device
+) -> Refusal | None:
     """Returns why XLA should compute what follows a region's products; None if a kernel should."""
     atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
     requests = tuple(map(request_of, products))
     moved, again = (sum(nbytes(x) for x in group) for group in (atoms, region.kept))
     twice = "columns" in region.sums  # what meets statistics of its rows is read after them
     times = expected_us(request_of(launch), requests, moved, 0 if twice else again, device)
-    if isinstance(times, str):
+    if isinstance(times, Refusal):
         return times
     together, apart = times
     if together < apart:
         return None
-    return f"expected {together:.1f} us with what follows, {apart:.1f} us apart"
+    return Refusal(f"expected {together:.1f} us with what follows, {apart:.1f} us apart")
 
 
 @memoised
 def expected_us(
     launch: Request, products: Sequence[Request], moved: int, again: int, device: Device
-) -> tuple[float, float] | str:
+) -> tuple[float, float] | Refusal:
     """Returns the times of one kernel, and of its products and what XLA computes after them.
 
     Or why no kernel computes all of it.
@@ -241,11 +252,13 @@ def expected_us(
     if whole.uncovered:
         of_rows = launch.groups and not is_varlen_k(launch.subscripts)
         zeros = ", as rows of no group are 0 in what it stores" if of_rows else ""
-        return f"no kernel computes {', '.join(whole.uncovered)}{zeros}"
+        return Refusal(f"no kernel computes {', '.join(whole.uncovered)}{zeros}")
+    if whole.path != "hopper":
+        return Refusal(whole.reason, of_less=whole.is_measured)
     alone = [route(request, device, kernel_only=True) for request in products]
-    for x in (whole, *alone):
+    for x in alone:
         if x.path != "hopper":
-            return x.reason
+            return Refusal(x.reason)
     together_ns = whole.expected_ns(device) + (pass_ns(again) if again else 0.0)
     apart_ns = sum(x.expected_ns(device) for x in alone) + pass_ns(moved)
     return together_ns / 1e3, apart_ns / 1e3
@@ -261,8 +274,9 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     for region in Regions(Dependences(Program([*equations], [*results]))).regions:
         if not region.whole:
             continue
-        _, reason = kernels.of(region)
-        reasons.update(dict.fromkeys(region.products, reason or "it would wait for what it reads"))
+        _, refusal = kernels.of(region)
+        reason = refusal.reason if refusal else "it would wait for what it reads"
+        reasons.update(dict.fromkeys(region.products, reason))
     return reasons
 
 
@@ -283,7 +297,7 @@ def saved_us(equation: Any) -> float:
         )  # fmt: skip
         products += [bare] * each.accumulators
     times = expected_us(request, products, moved, 0, current_device())
-    return 0.0 if isinstance(times, str) else times[1] - times[0]
+    return 0.0 if isinstance(times, Refusal) else times[1] - times[0]
 
 
 def _ordered(
