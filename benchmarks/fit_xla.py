@@ -69,10 +69,7 @@ def surveyed(path: Path) -> Iterator[Measured]:
     """Yields the products of a survey, with the kernel that we would run of those timed."""
     document, from_l2 = json.loads(path.read_text()), path.stem.endswith(SURVEYS_FROM_L2)
     for row in document["rows"]:
-        problem = GemmProblem.dense(
-            row["m"], row["n"], row["k"], row.get("l", 1), a_major=row["a_major"],
-            b_major=row["b_major"],
-        )  # fmt: skip
+        problem = problem_of(row)
         if from_l2 and problem.bytes < FROM_L2:
             continue
         us = timed_specs(document["names"], row, problem)
@@ -81,13 +78,16 @@ def surveyed(path: Path) -> Iterator[Measured]:
             yield Measured(problem, best.cost, row["xla_us"] / us[best.spec], best.spec)
 
 
+def problem_of(row: dict[str, Any], dtype: str = "bfloat16") -> GemmProblem:
+    """Returns the product of a row that `survey.py` or `tf32.py` wrote."""
+    majors: Any = {name: row[name] for name in ("a_major", "b_major")}
+    return GemmProblem.dense(row["m"], row["n"], row["k"], row.get("l", 1), **majors, dtype=dtype)
+
+
 def in_tf32(path: Path) -> Iterator[Measured]:
     """Yields the products of a file as `tf32.py --survey` writes it."""
     for row in json.loads(path.read_text())["rows"]:
-        problem = GemmProblem.dense(
-            row["m"], row["n"], row["k"], a_major=row["a_major"], b_major=row["b_major"],
-            dtype="float32",
-        )  # fmt: skip
+        problem = problem_of(row, "float32")
         best, _ = best_kernel(compared(problem), H200)
         if best and min(problem.m, problem.n) > THIN_IN_TF32:
             yield Measured(problem, best.cost, 1e3 * row["xla_us"] / best.cost.ns, best.spec)

@@ -284,17 +284,18 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=400, help="products [400]")
     parser.add_argument("--seed", type=int, default=7, help="that draws them [7]")
+    which = parser.add_mutually_exclusive_group()
     for name, only, what in (
         ("--split-sectors", attrgetter("splits_sectors"), "whose rows of D begin within a sector"),
         ("--stores", stores, "with large results of short K"),
         ("--small", small, f"that move less than {SMALL / 1e6:.0f} MB, of more rows and columns"),
         ("--few-rows", few_rows, f"of up to {FEW} rows or columns"),
     ):
-        parser.add_argument(
+        which.add_argument(
             name, dest="only", action="store_const", const=only, help=f"only products {what}"
         )
-    parser.add_argument("--batches", action="store_true", help="batches of matrices instead")
-    parser.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
+    which.add_argument("--batches", action="store_true", help="batches of matrices instead")
+    which.add_argument("--suite", choices=shapes.SUITES, help="its products instead")
     parser.add_argument("--table", type=Path, metavar="FILE", help="add the fastest to this table")
     parser.add_argument(
         "--gain", type=float, default=0.0, help="XLA's time over ours from which they are added [0]"

@@ -157,6 +157,7 @@ def test_small_matrices_of_a_batch_take_tiles_of_about_their_size(
         spec = choose(problem, H200, kernel_only=True).spec
         of_batch = {s for kind in types_of(problem) for s in model_specs(kind, batch_configs)}
         found[l] = spec in of_batch
+    assert spec and spec.tile_m * spec.tile_n <= 128 * 128
     assert found == {1: False, batch: True}
 
 

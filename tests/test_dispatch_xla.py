@@ -7,7 +7,6 @@ import math
 import statistics
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import fit_xla
 import layouts
@@ -184,9 +183,7 @@ def test_kernels_chosen_for_measured_batches_are_near_the_fastest_of_those_timed
     losses = []
     for document in (json.loads(path.read_text()) for path in fit_xla.BATCHES):
         for row in document["rows"]:
-            l, m, n, k = (row[x] for x in "lmnk")  # noqa: E741
-            majors: dict[str, Any] = {x: row[x] for x in ("a_major", "b_major")}
-            problem = GemmProblem.dense(m, n, k, l, **majors)
+            problem = fit_xla.problem_of(row)
             us = fit_xla.timed_specs(document["names"], row, problem)
             best, _ = best_kernel(problem, H200, us)
             if best:

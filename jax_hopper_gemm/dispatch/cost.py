@@ -73,7 +73,7 @@ DYNAMIC_CYCLES = 900.0  # fitted: to claim and find a tile of groups
 IN_TURNS_CYCLES = 1600.0
 # Fitted over 6,000 kernels of 840 batches, where turns of such warpgroups take so much less, claims
 # included, and the counter so much. With `memory_traffic.STORED_IN_BATCHES` kernels of least cost
-# then took 1.031 of the fastest one's time in the mean, before 1.043.
+# then took 1.031 of the fastest one's time in the mean, before 1.043, none with K shared.
 HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion.
@@ -181,8 +181,8 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float, batch: bool) -> floa
     """
     epilogue = epilogue_cycles(spec)
     fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
-    in_turns = mainloop + epilogue
-    in_turns += -HIDDEN_IN_BATCHES if batch else spec.dynamic * claims
+    more = -HIDDEN_IN_BATCHES if batch else spec.dynamic * claims
+    in_turns = mainloop + epilogue + more
     fetch, turn, exposed = spec.dynamic * fetch, mainloop, EXPOSED
     if spec.grouped == "k":
         turn, exposed = mainloop + LENGTHENING * epilogue, EXPOSED_OF_GROUPS

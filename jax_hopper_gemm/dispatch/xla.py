@@ -2,7 +2,7 @@
 
 XLA's kernels are not ours to model: which it takes for a product follows no rule that is published.
 So boosted trees predict the logarithm of its time over ours, from what the product is and what our
-own model of cost says of it. `benchmarks/survey.py`, `layouts.py` and `tf32.py` measure,
+own model of cost says of it. `benchmarks/survey.py` and `tf32.py` measure,
 `benchmarks/fit_xla.py` fits. Fits are for dense products of 16-bit operands, of one matrix each or
 of a batch, and of float32 in TF32, of one matrix each, on all SMs of the GPU measured. What was
 measured is bfloat16, on an H200 and an H100, whose ratios of times differ too little to tell apart,
