@@ -14,10 +14,10 @@ than XLA.
 Of each product these kernels are timed, in turns with XLA's own product, so that all share clock
 and temperature: the one that dispatch would run, those of least expected cost, the best of
 each kind, and the best two of `UNTRIED`, which dispatch does not know; with `--tiles` also the best
-tiles of these, without K shared, alone and in clusters of two. Of large results of short K
-also those of `DYNAMIC`, unless one kernel is asked for. The time of a kernel is
-CUPTI's, the median of some launches, each of another set of inputs and among its equals: those of
-another policy for L2 would leave it more.
+tiles of these, with K shared and not, each in the best clusters of 1, 2, 4 and 8. Of large results
+of short K also those of `DYNAMIC`, unless one kernel is asked for. The time of a kernel is CUPTI's,
+the median of some launches, each of another set of inputs and among its equals: those of another
+policy for L2 would leave it more.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     WIDE_EPI_TILE,
     considered_specs,
     filled_spec,
+    is_medium,
     types_of,
     worthwhile,
 )
@@ -54,6 +55,7 @@ from jax_hopper_gemm.dispatch.model import best_kernel, xla_time
 from jax_hopper_gemm.dispatch.table import Entry
 from jax_hopper_gemm.dispatch.tuner import Candidate
 from jax_hopper_gemm.gemm.grid import k_split
+from jax_hopper_gemm.gemm.legality import CLUSTERS, TILES_M
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -69,7 +71,7 @@ UNTRIED = (
     *(
         Config(tile_m, tile_n, cluster_m=m, cluster_n=n, split_k=split_k)
         for tile_m, tile_n, (m, n), split_k in product(
-            (64, 128, 192, 256), range(16, 257, 16), ((1, 1), (2, 1), (1, 2)), (False, True)
+            TILES_M, range(16, 257, 16), CLUSTERS, (False, True)
         )
     ),
     *(
@@ -161,7 +163,7 @@ def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0)
 
     Args:
       count: kernels, as the file says.
-      tiles: more of `UNTRIED`, in all their clusters.
+      tiles: more of `UNTRIED`, each in the best cluster of each size.
     """
     chosen = choose(problem, device, kernel_only=True).spec
     known = ranked(problem, device, considered_specs(problem))
@@ -191,11 +193,12 @@ def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0)
         *islice(usual, max(LEADERS, count - UNTRIED_COUNT)),
         *islice(best_of_kinds(untried), UNTRIED_COUNT),
     ][:count]
-    of_tiles: dict[Any, list[GemmSpec]] = defaultdict(list)
+    of_tiles: dict[Any, dict[int, GemmSpec]] = defaultdict(dict)
     for _, spec in legal(UNTRIED) if tiles else ():
-        if not (spec.split_k or spec.short_boxes):
-            of_tiles[spec.tile_m, spec.tile_n, spec.d_major].append(spec)
-    found += chain.from_iterable(islice(of_tiles.values(), tiles))
+        if not spec.short_boxes:
+            by_size = of_tiles[spec.tile_m, spec.tile_n, spec.d_major, spec.split_k]
+            by_size.setdefault(spec.cluster_size, spec)
+    found += chain.from_iterable(x.values() for x in islice(of_tiles.values(), tiles))
     if stores(problem) and count > 1:
         found += [spec for _, spec in legal(DYNAMIC)]
     by_name = {spec.name: spec for spec in reversed(found)}
@@ -288,6 +291,7 @@ def main() -> int:
     for name, only, what in (
         ("--split-sectors", attrgetter("splits_sectors"), "whose rows of D begin within a sector"),
         ("--stores", stores, "with large results of short K"),
+        ("--medium", is_medium, "of about one wave of tiles"),
         ("--small", small, f"that move less than {SMALL / 1e6:.0f} MB, of more rows and columns"),
         ("--few-rows", few_rows, f"of up to {FEW} rows or columns"),
     ):
@@ -301,7 +305,7 @@ def main() -> int:
         "--gain", type=float, default=0.0, help="XLA's time over ours from which they are added [0]"
     )
     parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
-    parser.add_argument("--tiles", type=int, default=0, help="tiles in all clusters [0]")
+    parser.add_argument("--tiles", type=int, default=0, help="tiles in all sizes of clusters [0]")
     parser.add_argument("--rounds", type=int, default=1, help="turns of ten launches [1]")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which it stops [500]")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

@@ -29,6 +29,7 @@ from .configs import (
     BATCH_CONFIGS,
     CONFIGS,
     CONVERTED_CONFIGS,
+    MEDIUM_CONFIGS,
     MORE_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
@@ -60,6 +61,9 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 # Dtypes of operands and results. Kernels of others are built when they are first needed.
 BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
+# Medium products: of more rows and columns, of up to so many elements of D, and of K from.
+MEDIUM_SIDE, MEDIUM_ELEMENTS, MEDIUM_K = 64, 6 * 2**20, 512
+
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
@@ -88,6 +92,18 @@ def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
     return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
 
 
+def medium_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns configurations for medium products (`is_medium`), legal or not."""
+    return MEDIUM_CONFIGS if _is_dense_half(problem_type) else ()
+
+
+def is_medium(problem: GemmProblem) -> bool:
+    """Whether D has tiles for about one wave, neither side is short and K is not."""
+    p, columns = problem, problem.n * problem.graph.accumulators
+    sides = min(p.m, columns) > MEDIUM_SIDE and p.m * columns <= MEDIUM_ELEMENTS
+    return p.l == 1 and sides and p.k >= MEDIUM_K
+
+
 def _is_dense_half(problem_type: ProblemType) -> bool:
     plain = problem_type.grouped is None and not problem_type.b_in_registers
     return plain and problem_type.a_dtype in HALVES
@@ -112,7 +128,9 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     return configs + MORE_CONFIGS if measured and problem_type.grouped is None else configs
 
 
-CONFIG_SETS: tuple[ConfigsOf, ...] = (model_configs, wide_store_configs, batch_configs)
+CONFIG_SETS: tuple[ConfigsOf, ...] = (
+    model_configs, wide_store_configs, batch_configs, medium_configs,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +172,8 @@ def config_sets(problem: GemmProblem) -> list[ConfigsOf]:
     """Returns the sets of configurations, by type, that a problem's kernels are chosen from."""
     sets = [model_configs]
     sets += [wide_store_configs] if problem.splits_sectors else []
-    return sets + [batch_configs] if problem.l > 1 else sets
+    sets += [batch_configs] if problem.l > 1 else []
+    return sets + [medium_configs] if is_medium(problem) else sets
 
 
 @lru_cache(maxsize=64)

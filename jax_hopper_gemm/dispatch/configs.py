@@ -231,6 +231,40 @@ BATCH_CONFIGS = (
     Config(256, 96),
 )  # fmt: skip
 
+# Medium products, beside `DENSE_CONFIGS` and where D's transpose is computed. Their tiles are one
+# wave or two, or share K. What counts is how these fill the SMs, how little of them lies
+# outside of D, and how little CTAs that all begin at once ask of L2: clusters of four and eight.
+MEDIUM_CONFIGS = (
+    Config(64, 32, cluster_m=2, cluster_n=2),
+    Config(64, 64, cluster_n=4),
+    Config(64, 64, cluster_m=4, cluster_n=2),
+    Config(64, 80),
+    Config(64, 96, cluster_m=2, cluster_n=4),
+    Config(64, 160, cluster_m=2, cluster_n=4),
+    Config(128, 48, cluster_n=2),
+    Config(128, 64, cluster_m=2),
+    Config(128, 64, cluster_m=4, cluster_n=2),
+    Config(128, 96, cluster_m=2, cluster_n=2),
+    Config(128, 128, cluster_n=4),
+    Config(128, 208),
+    Config(192, 48, cluster_n=2),
+    Config(192, 80, cluster_n=2),
+    Config(256, 96, cluster_m=2),
+    Config(64, 16, cluster_n=2, split_k=True),
+    Config(64, 32, cluster_m=2, cluster_n=4, split_k=True),
+    Config(64, 64, cluster_m=4, cluster_n=2, split_k=True),
+    Config(64, 80, cluster_n=2, split_k=True),
+    Config(64, 96, cluster_m=2, cluster_n=2, split_k=True),
+    Config(128, 80, cluster_n=4, split_k=True),
+    Config(128, 96, cluster_n=2, split_k=True),
+    Config(128, 96, cluster_m=2, cluster_n=2, split_k=True),
+    Config(128, 128, cluster_m=2, cluster_n=4, split_k=True),
+    Config(128, 160, cluster_m=2, cluster_n=2, split_k=True),
+    Config(128, 208, split_k=True),
+    Config(128, 224, cluster_m=2, split_k=True),
+    Config(256, 192, cluster_m=2, split_k=True),
+)
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),

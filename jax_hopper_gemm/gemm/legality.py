@@ -25,7 +25,7 @@ TILES_M = (64, 128, 192, 256)
 MAX_GATED_IN_TURNS_K = 128  # elements of K of two B's that registers hold as they are loaded
 IN_TURNS_STAGES = 4  # of two, a warpgroup would wait for the one that it still multiplies
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
-CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4))
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
 # so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
 MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
