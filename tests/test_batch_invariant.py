@@ -70,7 +70,7 @@ def test_the_order_of_sums_does_not_depend_on_the_rows(graph):
         n, k = 8 * random.randint(1, 1500), 8 * random.randint(1, 2500)
         b_major = random.choice(["n", "k"])
         assert len(orders(n, k, H200, graph, b_major=b_major)) == 1
-    for n, k in ((4096, 4096), (512, 16384), (8192, 28672), (1536, 7168)):
+    for n, k in ((4096, 4096), (512, 16384), (8192, 28672), (1536, 14336)):
         assert len(orders(n, k, H200, graph)) == 1
         assert len(orders(n, k, H200.limited_to(60), graph)) == 1
 
@@ -116,7 +116,7 @@ def test_more_rows_or_devices_do_not_change_the_columns_of_a_reducing_tile():
 
 
 def test_kernels_that_split_k_are_taken_where_nobody_asks():
-    problem = GemmProblem.dense(256, 1536, 7168)
+    problem = GemmProblem.dense(256, 1536, 14336)
     split, whole = (f(problem, H200, kernel_only=True).spec for f in (choose, choose_invariant))
     assert split and split.split_k and whole and not whole.split_k
     measured = GemmProblem.dense(512, 512, 16384)
@@ -126,14 +126,14 @@ def test_kernels_that_split_k_are_taken_where_nobody_asks():
 
 SIZES = jnp.array([100, 200, 300], jnp.int32)
 PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "matmul": (jhg.matmul, (half(256, 7168), half(7168, 1536))),
-    "epilogue": (partial(jhg.matmul, activation="gelu"), (half(256, 7168), half(7168, 1536))),
+    "matmul": (jhg.matmul, (half(256, 14336), half(14336, 1536))),
+    "epilogue": (partial(jhg.matmul, activation="gelu"), (half(256, 14336), half(14336, 1536))),
     "dot_general": (
         partial(jhg.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))),
-        (half(256, 7168), half(1536, 7168)),
+        (half(256, 14336), half(1536, 14336)),
     ),
-    "einsum": (partial(jhg.einsum, "mk,kn->nm"), (half(256, 7168), half(7168, 1536))),
-    "gated_linear_unit": (jhg.gated_linear_unit, (half(256, 7168), half(7168, 2, 768))),
+    "einsum": (partial(jhg.einsum, "mk,kn->nm"), (half(256, 14336), half(14336, 1536))),
+    "gated_linear_unit": (jhg.gated_linear_unit, (half(256, 14336), half(14336, 2, 768))),
     "ragged_dot": (
         lambda a, b, **options: jhg.ragged_dot(a, b, SIZES, **options),
         (half(1024, 512), half(3, 512, 1024)),
@@ -164,7 +164,7 @@ def test_products_and_gradients_take_no_split_kernel(name):
 
 
 def test_the_argument_goes_before_the_context():
-    args = half(256, 7168), half(7168, 1536)
+    args = half(256, 14336), half(14336, 1536)
     with jhg.batch_invariant():
         matmul = partial(jhg.matmul, implementation="hopper")
         lifted = partial(matmul, batch_invariant=False)
@@ -175,7 +175,7 @@ def test_the_argument_goes_before_the_context():
 
 
 def test_accelerated_products_have_it():
-    args = half(256, 7168), half(7168, 1536)
+    args = half(256, 14336), half(14336, 1536)
     accelerated = jhg.accelerate(jnp.matmul, implementation="hopper")
     assert specs_of(accelerated, *args)[0].split_k
     with jhg.batch_invariant():
@@ -183,7 +183,7 @@ def test_accelerated_products_have_it():
 
 
 def test_explain_shows_the_kernel_that_it_takes():
-    args = half(256, 7168), half(7168, 1536)
+    args = half(256, 14336), half(14336, 1536)
     found = jhg.explain(jhg.matmul, *args, batch_invariant=True)
     assert found.spec and not found.spec.split_k
     assert jhg.explain(jhg.matmul, *args).spec != found.spec

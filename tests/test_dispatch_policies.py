@@ -145,4 +145,4 @@ def test_the_tuner_may_split_what_the_model_does_not():
     whole_waves = GemmProblem.dense(128 * 132, 256, 4096)
     specs = {spec for spec, _ in legal_specs(whole_waves, H200)}
     split = {spec for spec in specs if spec.split_k and (spec.tile_m, spec.tile_n) == (128, 256)}
-    assert {spec.cluster_size for spec in split} == {4}, "which do not fill 132 SMs"
+    assert {spec.cluster_size for spec in split} == {4, 8}, "which do not fill 132 SMs"

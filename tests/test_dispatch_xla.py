@@ -7,6 +7,7 @@ import math
 import statistics
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import fit_xla
 import layouts
@@ -179,16 +180,27 @@ def test_of_measured_batches_the_default_takes_kernels_that_are_faster():
     assert sum(x < 0.97 for x in speeds) < 0.02 * len(speeds)
 
 
-def test_kernels_chosen_for_measured_batches_are_near_the_fastest_of_those_timed():
+@pytest.mark.parametrize(
+    ("paths", "count"),
+    [
+        (fit_xla.BATCHES, 900),
+        ([fit_xla.DATA / f"h200_survey_{number}.json" for number in (15, 16, 17)], 820),
+    ],
+    ids=["batches", "medium"],
+)
+def test_kernels_chosen_for_measured_products_are_near_the_fastest_of_those_timed(
+    paths: list[Path], count: int
+):
+    """Of batches, and of products of about one wave of tiles."""
     losses = []
-    for document in (json.loads(path.read_text()) for path in fit_xla.BATCHES):
+    for document in (json.loads(path.read_text()) for path in paths):
         for row in document["rows"]:
             problem = fit_xla.problem_of(row)
             us = fit_xla.timed_specs(document["names"], row, problem)
             best, _ = best_kernel(problem, H200, us)
             if best:
                 losses.append(us[best.spec] / min(row["us"]))
-    assert len(losses) == 900 and math.exp(statistics.fmean(map(math.log, losses))) < 1.05
+    assert len(losses) == count and math.exp(statistics.fmean(map(math.log, losses))) < 1.05
 
 
 def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():

@@ -28,7 +28,7 @@ from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, m
 pytestmark = pytest.mark.pure
 
 MAJORS = list(product(("k", "m"), ("n", "k")))
-CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
 
 
 def test_persistent_grid_is_the_smallest_with_the_same_waves():

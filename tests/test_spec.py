@@ -86,7 +86,7 @@ def test_a_plain_spec_has_no_violations():
         ({"tile_n": 272}, "tile_n 272"),
         ({"tile_n": 100}, "tile_n 100"),
         ({"tile_k": 32}, "tile_k 32"),
-        ({"cluster_m": 4}, "cluster 4x1"),
+        ({"cluster_m": 8}, "cluster 8x1"),
         ({"tile_m": 256, "num_stages": 2}, "256 accumulators"),
         ({"tile_m": 256, "tile_n": 64, "warp_schedule": "pingpong"}, "tile_m 256 exceeds 128"),
         ({"tile_n": 128, "warp_schedule": "pingpong", "tile_scheduler": "single"}, "persistent"),

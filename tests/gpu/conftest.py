@@ -1,6 +1,7 @@
 """Tests that need a Hopper GPU. Elsewhere the whole folder is skipped, and says why.
 
-A green run writes `verified.json`: the cubins whose results it has checked.
+A run without a failure writes `verified.json`: the cubins whose results it has checked. So does one
+that is interrupted, as by `timeout -s INT`, of the tests that it has come to.
 
 With `--ptx` the CPU runs the kernels' PTX in place of a GPU (`support.ptx`), in tests that launch
 kernels themselves; others are skipped, and nothing counts as verified.
@@ -59,7 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     checked = session.config.stash[CHECKED]
-    if exitstatus == 0 and checked and not session.config.getoption("--ptx", False):
+    done = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED)
+    done = done and not session.testsfailed
+    if checked and done and not session.config.getoption("--ptx", False):
         verified.merge(VERIFIED, checked, Gpu().name)
 
 

@@ -18,6 +18,7 @@ from support.policies import (
     covering_specs,
     eight_bit_specs,
     epilogue_covering_specs,
+    large_cluster_specs,
     nested_specs,
     parts_specs,
     short_box_specs,
@@ -60,6 +61,7 @@ WITH_EPILOGUES = list(dict.fromkeys((*epilogue_covering_specs(), *chosen_epilogu
 FAMILIES = {
     "16": Family(SPECS, covering_specs()),
     "epilogue": Family(WITH_EPILOGUES, WITH_EPILOGUES[::2], 200),
+    "clusters": Family(large_cluster_specs(), large_cluster_specs(), 60),
     "8": Family.every_third([s for s in eight_bit_specs() if not s.grouped], 60),
     "float32": Family.every_third(
         [s for s in (*parts_specs(), *tf32_specs()) if not (s.grouped or s.split_k)], 100

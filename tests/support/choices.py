@@ -39,6 +39,16 @@ EPILOGUE_CHOICES: dict[str, tuple] = {
     "epi_load_stages": (0, 2, 3, 4),
 }
 
+# The same of clusters of four and eight.
+_LARGE_CLUSTERS = {
+    "cluster": ((4, 1), (1, 4), (4, 2), (2, 4)), "tile_n": (48, 64, 96, 128, 192, 256),
+    "num_stages": (2, 4), "epi_stages": (2,),
+}  # fmt: skip
+LARGE_CLUSTER_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_LARGE_CLUSTERS},
+    {**EPILOGUE_CHOICES, **_LARGE_CLUSTERS, "epilogue": ("bias_gelu_saved", "residual_float32")},
+)
+
 # The same of kernels that store D along M.
 TRANSPOSED_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, "d_major": ("m",)},
@@ -50,6 +60,7 @@ TRANSPOSED_CHOICES: tuple[dict[str, tuple], ...] = (
             "scaled_rows", "masked_vectors", "two_matrices",
         ),
     },
+    {**CHOICES, **_LARGE_CLUSTERS, "d_major": ("m",)},
 )  # fmt: skip
 
 # The same of grouped products, by the axis: of plain ones and of those with an epilogue.

@@ -23,6 +23,7 @@ from support.choices import (
     EIGHT_BIT_CHOICES,
     EPILOGUE_CHOICES,
     GROUPED_CHOICES,
+    LARGE_CLUSTER_CHOICES,
     PARTS_CHOICES,
     STORED_PARTS_CHOICES,
     TF32_CHOICES,
@@ -53,6 +54,7 @@ def _covering_set(*choices: dict[str, tuple]) -> Specs:
 
 covering_specs = _covering_set(CHOICES)
 epilogue_covering_specs = _covering_set(EPILOGUE_CHOICES)
+large_cluster_specs = _covering_set(*LARGE_CLUSTER_CHOICES)
 grouped_covering_specs = _covering_set(*GROUPED_CHOICES)
 eight_bit_specs = _covering_set(*EIGHT_BIT_CHOICES)
 block_specs = _covering_set(*BLOCK_CHOICES)
@@ -90,8 +92,8 @@ def short_box_specs() -> tuple[GemmSpec, ...]:
 
 @cache
 def split_specs() -> tuple[GemmSpec, ...]:
-    """Returns some of `covering_specs` and of those with epilogues, with K split."""
-    some = (*covering_specs()[::3], *epilogue_covering_specs()[::4])
+    """Returns some of `covering_specs`, those with epilogues or large clusters, with K split."""
+    some = (*covering_specs()[::3], *epilogue_covering_specs()[::4], *large_cluster_specs()[::2])
     split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
     return _legal(split)
 
@@ -206,9 +208,10 @@ def all_specs() -> tuple[GemmSpec, ...]:
     """Returns the kernels of all sets, each once."""
     sets = (
         covering_specs, stacked_specs, short_box_specs, nested_specs, split_specs,
-        epilogue_covering_specs, grouped_covering_specs, eight_bit_specs, eight_bit_variants,
-        block_specs, chosen_epilogue_specs, transposed_specs, parts_specs, stored_parts_specs,
-        tf32_specs, converted_specs, converted_variants, loose_specs, panel_specs,
+        epilogue_covering_specs, large_cluster_specs, grouped_covering_specs, eight_bit_specs,
+        eight_bit_variants, block_specs, chosen_epilogue_specs, transposed_specs, parts_specs,
+        stored_parts_specs, tf32_specs, converted_specs, converted_variants, loose_specs,
+        panel_specs,
     )  # fmt: skip
     return tuple(dict.fromkeys(spec for specs in sets for spec in specs()))
 
@@ -230,8 +233,8 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
             *split_specs(), *transposed_specs(), *loose_specs(), *panel_specs(),
-            *epilogue_covering_specs(), *grouped_covering_specs(), *chosen_epilogue_specs(),
-            *chosen_specs(),
+            *epilogue_covering_specs(), *large_cluster_specs(), *grouped_covering_specs(),
+            *chosen_epilogue_specs(), *chosen_specs(),
         )
     )  # fmt: skip
     pairs = covering_subset(pool, partial(shown_by_code, alone=_EXTENTS_AND_DTYPES))
