@@ -128,9 +128,13 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     return configs + MORE_CONFIGS if measured and problem_type.grouped is None else configs
 
 
-CONFIG_SETS: tuple[ConfigsOf, ...] = (
-    model_configs, wide_store_configs, batch_configs, medium_configs,
-)  # fmt: skip
+# Sets of configurations, by type, and the problems whose kernels are chosen from them.
+CONFIG_SETS: dict[ConfigsOf, Callable[[GemmProblem], bool]] = {
+    model_configs: lambda _: True,
+    wide_store_configs: lambda problem: problem.splits_sectors,
+    batch_configs: lambda problem: problem.l > 1,
+    medium_configs: is_medium,
+}
 
 
 @lru_cache(maxsize=1024)
@@ -170,10 +174,7 @@ def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
 
 def config_sets(problem: GemmProblem) -> list[ConfigsOf]:
     """Returns the sets of configurations, by type, that a problem's kernels are chosen from."""
-    sets = [model_configs]
-    sets += [wide_store_configs] if problem.splits_sectors else []
-    sets += [batch_configs] if problem.l > 1 else []
-    return sets + [medium_configs] if is_medium(problem) else sets
+    return [configs_of for configs_of, serves in CONFIG_SETS.items() if serves(problem)]
 
 
 @lru_cache(maxsize=64)

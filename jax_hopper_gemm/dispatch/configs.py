@@ -235,35 +235,23 @@ BATCH_CONFIGS = (
 # wave or two, or share K. What counts is how these fill the SMs, how little of them lies
 # outside of D, and how little CTAs that all begin at once ask of L2: clusters of four and eight.
 MEDIUM_CONFIGS = (
-    Config(64, 32, cluster_m=2, cluster_n=2),
-    Config(64, 64, cluster_n=4),
-    Config(64, 64, cluster_m=4, cluster_n=2),
-    Config(64, 80),
-    Config(64, 96, cluster_m=2, cluster_n=4),
-    Config(64, 160, cluster_m=2, cluster_n=4),
-    Config(128, 48, cluster_n=2),
-    Config(128, 64, cluster_m=2),
-    Config(128, 64, cluster_m=4, cluster_n=2),
-    Config(128, 96, cluster_m=2, cluster_n=2),
-    Config(128, 128, cluster_n=4),
-    Config(128, 208),
-    Config(192, 48, cluster_n=2),
-    Config(192, 80, cluster_n=2),
-    Config(256, 96, cluster_m=2),
-    Config(64, 16, cluster_n=2, split_k=True),
-    Config(64, 32, cluster_m=2, cluster_n=4, split_k=True),
-    Config(64, 64, cluster_m=4, cluster_n=2, split_k=True),
-    Config(64, 80, cluster_n=2, split_k=True),
-    Config(64, 96, cluster_m=2, cluster_n=2, split_k=True),
-    Config(128, 80, cluster_n=4, split_k=True),
-    Config(128, 96, cluster_n=2, split_k=True),
-    Config(128, 96, cluster_m=2, cluster_n=2, split_k=True),
-    Config(128, 128, cluster_m=2, cluster_n=4, split_k=True),
-    Config(128, 160, cluster_m=2, cluster_n=2, split_k=True),
-    Config(128, 208, split_k=True),
-    Config(128, 224, cluster_m=2, split_k=True),
-    Config(256, 192, cluster_m=2, split_k=True),
-)
+    *(
+        Config(*tile, cluster_m=m, cluster_n=n)
+        for *tile, m, n in (
+            (64, 32, 2, 2), (64, 64, 1, 4), (64, 64, 4, 2), (64, 80, 1, 1), (64, 96, 2, 4),
+            (64, 160, 2, 4), (128, 48, 1, 2), (128, 64, 2, 1), (128, 64, 4, 2), (128, 96, 2, 2),
+            (128, 128, 1, 4), (128, 208, 1, 1), (192, 48, 1, 2), (192, 80, 1, 2), (256, 96, 2, 1),
+        )
+    ),
+    *(
+        Config(*tile, cluster_m=m, cluster_n=n, split_k=True)
+        for *tile, m, n in (
+            (64, 16, 1, 2), (64, 32, 2, 4), (64, 64, 4, 2), (64, 80, 1, 2), (64, 96, 2, 2),
+            (128, 80, 1, 4), (128, 96, 1, 2), (128, 96, 2, 2), (128, 128, 2, 4), (128, 160, 2, 2),
+            (128, 208, 1, 1), (128, 224, 2, 1), (256, 192, 2, 1),
+        )
+    ),
+)  # fmt: skip
 
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {

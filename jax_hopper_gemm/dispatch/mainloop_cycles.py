@@ -26,9 +26,9 @@ CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix 
 # Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
 GATHER_CYCLES = {"m": 40.0, "k": 62.0}
 CLUSTER_WAIT = 0.09  # fitted: of a load; see `load_cycles`
-# Fitted over 4,704 kernels of 350 medium products: by how much less loads of clusters of four and
-# eight take than so reckoned, for each CTA. Kernels of least cost then took 1.034 of the fastest
-# one's time in the mean, before 1.040.
+# Fitted over 4,704 kernels of 350 medium products: the part of a load that clusters of four and
+# eight save, for each CTA, in place of that wait. Kernels of least cost then took 1.034 of the
+# fastest one's time in the mean, before 1.040.
 GAIN_OF_CLUSTERS = 1 / 40
 # Fitted over 172 kernels of 30 gated products on an H100: lines of B, stored along N, that are read
 # more for each row of a tile's part of gate or up, which lie apart, but in products of 512 rows.
@@ -181,6 +181,7 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     Limits: what a CTA takes in, what all CTAs ask of L2, which multicast lowers, and the ring's
     depth. CTAs that share A wait for each other's B. B is the later, the more of the input it makes
     up and so the more of it comes from memory: sharing the larger operand is the better choice.
+    Clusters of four and eight gain more than they wait.
     """
     p, s = problem, spec
     clusters_m, clusters_n = grid.cluster_grid(p, s)
@@ -206,8 +207,8 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     late_a = where(s.cluster_m > 1, rows / (rows + columns), 0.0)
     late_b = where(s.cluster_n > 1, columns / (rows + columns), 0.0)
     arriving = bounded_by(taken, requested, LOAD_EXPONENT)
-    waiting, size = 1 + CLUSTER_WAIT * (late_a + late_b), s.cluster_m * s.cluster_n
-    arriving *= where(size > 2, 1 - GAIN_OF_CLUSTERS * size, waiting)
+    waiting, gained = 1 + CLUSTER_WAIT * (late_a + late_b), 1 - GAIN_OF_CLUSTERS * s.cluster_size
+    arriving *= where(s.cluster_size > 2, gained, waiting)
     in_turns = RING_CYCLES_IN_TURNS if s.b_in_registers else TURN_RING_CYCLES
     ring = where(s.k_in_turns, in_turns, RING_CYCLES) / s.num_stages
     return most(most(arriving, _gather_cycles(s)), ring)

@@ -40,7 +40,7 @@ COUNTED = 2**52  # multiplications, of more of which arrays would not hold all t
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's expected time over ours from which a kernel runs: so high that of products that the fit had
-# not seen 4 in 1,000 were slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
+# not seen 5 in 1,000 were slower than 0.97 of XLA's speed. With few rows XLA is seldom much faster
 # than expected, nor is it with products that move much; it never was where reading a matrix of
 # whole lines is what takes the time.
 LEAD, LEAD_OF_FEW, LEAD_OF_LARGE, LEAD_OF_STREAMS = 1.45, 1.3, 1.25, 1.03
