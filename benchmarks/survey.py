@@ -36,6 +36,7 @@ from typing import Any
 
 import compiling
 import jax
+from random_batches import random_batches
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, Device, absent_device, choose, table, tuner
@@ -312,7 +313,7 @@ def main() -> int:
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     if arguments.batches:
-        problems = shapes.random_batches(arguments.count, arguments.seed)
+        problems = random_batches(arguments.count, arguments.seed)
     else:
         problems = products(arguments.count, arguments.seed, arguments.only)
     if arguments.suite:

@@ -180,7 +180,6 @@ _WIDTHS = (
     50304, 128256,
 )  # fmt: skip
 _MAX_FLOPS = 2**43
-_MIN_BATCH_FLOPS, _MAX_BATCH_FLOPS, _MAX_BYTES = 2**28, 2**40, 2**31
 
 
 def random_products(count: int, seed: int) -> list[GemmProblem]:
@@ -191,7 +190,7 @@ def random_products(count: int, seed: int) -> list[GemmProblem]:
     """
     random = Random(seed)
     problems: dict[GemmProblem, None] = {}
-    extent = partial(_extent, random)
+    extent = partial(random_extent, random)
     while len(problems) < count:
         m = extent(1, 65536, step=1)
         if random.random() < 0.5:
@@ -207,30 +206,7 @@ def random_products(count: int, seed: int) -> list[GemmProblem]:
     return list(problems)
 
 
-def random_batches(count: int, seed: int) -> list[GemmProblem]:
-    """Returns random products of bfloat16, of 2 to 1024 matrices that lie one behind the other.
-
-    Half of them have heads: 64 to 256 columns, or K. Rows are multiples of 16 bytes.
-    """
-    random = Random(seed)
-    problems: dict[GemmProblem, None] = {}
-    extent = partial(_extent, random)
-    while len(problems) < count:
-        batch = extent(2, 1024, step=1)
-        m, n, k = (extent(16, 4096) for _ in "mnk")
-        heads = random.choice((0, 0, 0, 0, 64, 80, 128, 256))
-        if heads and random.random() < 0.5:
-            n = heads
-        elif heads:
-            k = heads
-        a_major, b_major = random.choice(("k", "k", "m")), random.choice(("n", "k"))
-        problem = GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major)
-        if _MIN_BATCH_FLOPS <= problem.flops <= _MAX_BATCH_FLOPS and problem.bytes <= _MAX_BYTES:
-            problems[problem] = None
-    return list(problems)
-
-
-def _extent(random: Random, low: int, high: int, step: int = 8) -> int:
+def random_extent(random: Random, low: int, high: int, step: int = 8) -> int:
     """Returns a multiple of `step`, whose logarithm is as likely anywhere from `low` to `high`."""
     size = 2 ** random.uniform(log2(low), log2(high))
     return max(step, round(size / step) * step)
