@@ -230,7 +230,7 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         calls: list[tuple[Any, tuple]] = []
         for problem, own in zip(batch, todo, strict=True):
             calls.append((benchmark.drawing(problem), (jax.ShapeDtypeStruct((), "uint32"),)))
-            calls += [(f, benchmark.input_shapes(problem)[0]) for f in own.values()]
+            calls += [(f, benchmark.input_shapes(problem)) for f in own.values()]
         ready = iter(compiling.compiled(calls))
         print(f"{len(calls)} programs after {time.monotonic() - start:.0f} s", flush=True)
         for problem, kernels, own in zip(batch, chosen, todo, strict=True):
