@@ -55,7 +55,7 @@ def command(
         return build_candidates(problems, count, build_only)
     from ..testing import benchmark
 
-    check_file(out, "--out")
+    check_file(out)
     device = benchmark.this_device()
     ffi_library.library()  # launches the candidates
     tuned, entries = table.read_or_start(out, device, "--out"), []
