@@ -66,7 +66,7 @@ def asked(problem: GemmProblem, precision: str) -> GemmProblem:
 def launched(problem: GemmProblem, spec: GemmSpec) -> list[KernelSpec]:
     """Returns the kernels of the program that is timed: one that reads parts needs them cut."""
     function = benchmark.one_kernel(problem, spec, RasterOrder(), dispatch.H200.num_sms)
-    return all_specs_of(function, *benchmark.input_shapes(problem)[0])
+    return all_specs_of(function, *benchmark.input_shapes(problem))
 
 
 def whole_product(problem: GemmProblem) -> Callable:
@@ -133,7 +133,7 @@ def main() -> int:
         ]
         if "HIGHEST" in arguments.precisions:
             for problem in found:
-                inputs = benchmark.input_shapes(problem)[0]
+                inputs = benchmark.input_shapes(problem)
                 specs += all_specs_of(whole_product(problem), *inputs)
         return command_line.build(specs, arguments.build)
     return measure(found, arguments)

@@ -234,11 +234,14 @@ def measured(program: Program, regimes: Sequence[str], steps: int, rounds: int) 
 
 def print_kernels(program: Program, count: int) -> None:
     """Prints which kernels take most of a step of each candidate, launches and milliseconds."""
+    from jax.experimental.mosaic.gpu import profiler
+
     for candidate in CANDIDATES:
         call = program.call(candidate)
         jax.block_until_ready(call())
         found: dict[str, list[float]] = defaultdict(list)
-        for name, ms in timing.kernels(call):
+        _, launches = profiler.measure(timing.Rotation(call, [()]), aggregate=False)()
+        for name, ms in launches or ():
             found[name].append(ms)
         longest = sorted(found.items(), key=lambda kernel: sum(kernel[1]), reverse=True)
         print(f"  {candidate}: {sum(map(sum, found.values())):.2f} ms")

@@ -36,6 +36,7 @@ from typing import Any
 
 import compiling
 import jax
+from random_batches import random_batches
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, Device, absent_device, choose, table, tuner
@@ -229,7 +230,7 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         calls: list[tuple[Any, tuple]] = []
         for problem, own in zip(batch, todo, strict=True):
             calls.append((benchmark.drawing(problem), (jax.ShapeDtypeStruct((), "uint32"),)))
-            calls += [(f, benchmark.input_shapes(problem)[0]) for f in own.values()]
+            calls += [(f, benchmark.input_shapes(problem)) for f in own.values()]
         ready = iter(compiling.compiled(calls))
         print(f"{len(calls)} programs after {time.monotonic() - start:.0f} s", flush=True)
         for problem, kernels, own in zip(batch, chosen, todo, strict=True):
@@ -312,7 +313,7 @@ def main() -> int:
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     if arguments.batches:
-        problems = shapes.random_batches(arguments.count, arguments.seed)
+        problems = random_batches(arguments.count, arguments.seed)
     else:
         problems = products(arguments.count, arguments.seed, arguments.only)
     if arguments.suite:

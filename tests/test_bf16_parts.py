@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support import cutting, float32
+from support import cutting, float32, tolerance
 from support.program_inspection import LAUNCH, lowered
 
 import jax_hopper_gemm as jhg
@@ -39,7 +39,6 @@ from jax_hopper_gemm.gemm.product import Options
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import make_cut_plan
 from jax_hopper_gemm.primitives.call_words import options_of_words, options_to_words
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of
 
 TILE_M, TILE_N = 128, 192

@@ -106,7 +106,7 @@ def test_cache_is_shown_and_cleared(capsys, empty_cache):
     assert entry == {"digest": cubin.digest_of(spec), "name": spec.name, "nbytes": nbytes}
     assert spec.name in output_of(capsys, "cache", "show")
     assert json_of(capsys, "cache", "clear")["freed_bytes"] > nbytes
-    assert cubin.cache_entries() == []
+    assert cubin.user_cache().entries() == {}
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def test_interrupting_is_one_line(capsys, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cubin, "cache_entries", interrupt)
+    monkeypatch.setattr(cubin, "user_cache", interrupt)
     assert "interrupted" in error_of(capsys, "cache", "show", status=130)
 
 
@@ -178,6 +178,6 @@ def test_a_mistake_of_the_package_itself_keeps_its_traceback(monkeypatch):
     def broken():
         raise KeyError("a bug")
 
-    monkeypatch.setattr(cubin, "cache_entries", broken)
+    monkeypatch.setattr(cubin, "user_cache", broken)
     with pytest.raises(KeyError):
         main(["cache", "show"])

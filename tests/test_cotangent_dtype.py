@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from support.program_inspection import LAUNCH, equations, integers, lowered, normal
+from support.tolerance import error_bound, farthest
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing.tolerance import error_bound, farthest
 
 M, N, K = 256, 384, 512
 LAST = {"preferred_element_type": jnp.float32, "cotangent_dtype": jnp.bfloat16}

@@ -12,11 +12,11 @@ from jax import lax
 from support import reference
 from support.bounds import assert_within
 from support.casts import cast
+from support.tolerance import error_bound
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import QUANTIZED
 from jax_hopper_gemm.testing.lowered import launches_of, specs_of
-from jax_hopper_gemm.testing.tolerance import error_bound
 
 E4M3, E5M2, INT8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
 NN: Any = (((1,), (0,)), ((), ()))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.quantization import dequantize, quantize
+from support.tolerance import accumulation_error
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import QUANTIZED
 from jax_hopper_gemm.testing.lowered import specs_of
-from jax_hopper_gemm.testing.tolerance import accumulation_error
 
 M, K, N = 200, 400, 320
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}

@@ -10,11 +10,11 @@ from support.activation_graphs import ACTIVATIONS, activation_graph
 from support.bounds import assert_within
 from support.epilogue import evaluate
 from support.operations import OPERATIONS, Builder, operation_graph, parameters_of
+from support.tolerance import farthest
 
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_checks import graph_violations
 from jax_hopper_gemm.gemm.epilogue_graph import ARITY, EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.testing.tolerance import farthest
 
 pytestmark = pytest.mark.pure
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from support.policies import block_specs, converted_specs, covering_specs, parts_specs
 from support.program_inspection import run_fresh
@@ -177,11 +174,6 @@ def test_stores_are_as_many_as_the_kernel_issues():
         lambda: viz.draw_staged_tile(KERNELS["one warpgroup"], "float32"),
         lambda: viz.draw_shared_memory(KERNELS.values()),
         lambda: viz.draw_timeline(PROBLEM, list(KERNELS.values()), H200),
-        lambda: viz.draw_epilogue_tiles(
-            json.loads(
-                (Path(__file__).parents[1] / "benchmarks/data/h200_epilogue_tiles.json").read_text()
-            )
-        ),
     ],
 )
 def test_drawings_draw(draw):

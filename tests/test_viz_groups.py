@@ -136,7 +136,7 @@ def test_what_is_not_known_before_the_run_is_refused_with_the_way_out():
 def test_tiles_of_a_grouped_k_are_drawn_otherwise():
     pytest.importorskip("matplotlib", reason="needs the extra `notebooks`")
     with pytest.raises(ValueError, match="draw_grouped_work draws both"):
-        viz.draw_grouped_tiles(contraction(), BY_K, ALONG[0], SIZES)
+        viz.draw_grouped_tiles(contraction(), BY_K, SIZES, [])
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 5), (0, 64), (413, 430), (ROWS - 1, ROWS)])
@@ -169,9 +169,9 @@ def texts(axis) -> list[str]:
 
 
 def test_every_tile_is_drawn_with_its_cta_beside_its_group(pyplot):
-    figure = viz.draw_grouped_tiles(rows_problem(), WHOLE, ALONG[0], SIZES, num_sms=16)
-    figure.canvas.draw()
     tiles = viz.grouped_tiles(rows_problem(), WHOLE, ALONG[0], SIZES, num_sms=16)
+    figure = viz.draw_grouped_tiles(rows_problem(), WHOLE, SIZES, tiles)
+    figure.canvas.draw()
     numbers = [text for text in texts(figure.axes[0]) if text.isdigit()]
     assert Counter(numbers) == Counter(str(tile.cta) for tile in tiles)
     labels = [text for text in texts(figure.axes[0]) if not text.isdigit()]
@@ -183,7 +183,8 @@ def test_heights_are_rows_that_are_stored_multiplied_and_skipped(pyplot):
     from matplotlib.colors import to_rgb
 
     problem = GemmProblem.grouped("m", 128 + 140, 256, 64, 1)
-    figure = viz.draw_grouped_tiles(problem, WHOLE, ALONG[0], [128 + 10])
+    tiles = viz.grouped_tiles(problem, WHOLE, ALONG[0], [128 + 10])
+    figure = viz.draw_grouped_tiles(problem, WHOLE, [128 + 10], tiles)
     patches = figure.axes[0].patches
     # A whole tile; ten rows, 54 that are multiplied too, 64 that are not; then those of no group.
     heights = [patch.get_height() for patch in patches]
@@ -195,13 +196,14 @@ def test_heights_are_rows_that_are_stored_multiplied_and_skipped(pyplot):
 
 
 def test_work_is_drawn_as_high_as_what_a_cta_multiplies(pyplot):
-    figure = viz.draw_grouped_work(contraction(), BY_K, ALONG[0], SIZES, num_sms=8)
+    tiles = viz.grouped_tiles(contraction(), BY_K, ALONG[0], SIZES, num_sms=8)
+    figure = viz.draw_grouped_work(BY_K, tiles)
     tops: dict[int, float] = {}
     for bar in figure.axes[0].patches:
         cta = round(bar.get_x() + bar.get_width() / 2)
         tops[cta] = max(tops.get(cta, 0), bar.get_y() + bar.get_height())
     wanted: Counter[int] = Counter()
-    for tile in viz.grouped_tiles(contraction(), BY_K, ALONG[0], SIZES, num_sms=8):
+    for tile in tiles:
         wanted[tile.cta] += 2 * tile.k_tiles
     assert tops == wanted
     ratio = max(wanted.values()) / (sum(wanted.values()) / len(wanted))

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from support import tolerance
 from support.program_inspection import normal
 from support.quantization import dequantize, quantize
 from support.weights import BLOCKS, DTYPES, PROGRAMS, quantized
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
 
 pytestmark = pytest.mark.slow

@@ -33,7 +33,7 @@ def command(
         raise click.UsageError(f"--without: no candidate is {unknown[0]!r}; there are {names}.")
     if not makers:
         raise click.UsageError("--without leaves out every candidate; keep one to time.")
-    check_file(out, "--out")
+    check_file(out)
     benchmark.this_device()
     facts = benchmark.environment()
     say("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))

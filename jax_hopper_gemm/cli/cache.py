@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import click
@@ -22,15 +22,20 @@ def command() -> None:
 @json_option
 def show() -> dict[str, Any]:
     """List the kernels in the cache."""
-    folder, entries = cubin.cache_dir(), cubin.cache_entries()
-    size = bytes_text(sum(entry.nbytes for entry in entries))
-    say(f"{len(entries)} kernels, {size}, in {folder}")
+    cache = cubin.user_cache()
+    entries = [
+        {"digest": digest, "name": kernel.manifest.name, "nbytes": len(kernel.cubin)}
+        for digest, kernel in cache.entries().items()
+    ]
+    entries.sort(key=itemgetter("name", "digest"))
+    size = bytes_text(sum(entry["nbytes"] for entry in entries))
+    say(f"{len(entries)} kernels, {size}, in {cache.folder}")
     if entries:
         table = Table("digest", "size", "kernel", box=None, pad_edge=False)
         for entry in entries:
-            table.add_row(entry.digest[:16], bytes_text(entry.nbytes), entry.name)
+            table.add_row(entry["digest"][:16], bytes_text(entry["nbytes"]), entry["name"])
         say(table)
-    return {"folder": str(folder), "entries": [asdict(entry) for entry in entries]}
+    return {"folder": str(cache.folder), "entries": entries}
 
 
 @command.command()

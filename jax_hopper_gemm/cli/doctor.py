@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import cubin
-from ..cubin.store import Store, user_cache
+from ..cubin.store import Store
 from ..launch import ffi_library
 
 
@@ -26,7 +26,7 @@ def machine_facts() -> dict[str, Any]:
         "ffi_library": _ffi_library(),
         "compiler": _version("nvidia-cutlass-dsl"),
         "prebuilt": _kernels(cubin.prebuilt),
-        "cache": _kernels(user_cache),
+        "cache": _kernels(cubin.user_cache),
     }
 
 

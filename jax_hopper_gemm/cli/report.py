@@ -95,8 +95,8 @@ def make_folder(path: Path, name: str) -> None:
         raise CommandError(f"{name} {path} cannot be written: {reason}. Name another folder.")
 
 
-def check_file(path: Path | None, option: str) -> None:
-    """Refuses a file that a command could not write when its work is done.
+def check_file(path: Path | None) -> None:
+    """Refuses a file of --out that a command could not write when its work is done.
 
     Raises:
       CommandError: it is a folder, or in a folder that does not exist or cannot be written.
@@ -110,7 +110,7 @@ def check_file(path: Path | None, option: str) -> None:
     else:
         reason = "" if os.access(path.parent, os.W_OK | os.X_OK) else "Permission denied"
     if reason:
-        raise CommandError(f"{option} {path} cannot be written: {reason}. Name another file.")
+        raise CommandError(f"--out {path} cannot be written: {reason}. Name another file.")
 
 
 def built(report: cubin.BuildReport) -> dict[str, Any]:

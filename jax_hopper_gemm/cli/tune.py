@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def command(
         return build_candidates(problems, count, build_only)
     from ..testing import benchmark
 
-    check_file(out, "--out")
+    check_file(out)
     device = benchmark.this_device()
     ffi_library.library()  # launches the candidates
     tuned, entries = table.read_or_start(out, device, "--out"), []
@@ -90,31 +89,27 @@ def timers(
 ) -> tuple[Callable[..., float], Callable[[], float]]:
     """Returns functions that time one kernel and XLA's product, in microseconds.
 
-    The time of a kernel that cannot be built is infinite. The GPU rests before each measurement.
+    The time of a kernel that cannot be built is infinite. The GPU rests after each measurement.
     """
-    from ..testing import benchmark, timing
+    from ..testing import benchmark
 
     arrays = benchmark.random_inputs(problem)
     product = benchmark.MAKERS["xla"](problem, arrays)
     assert product
-    burst = timing.burst(product, arrays)
-    pause = min(1.0, 20 * problem.flops / 5e14)  # about twice what ten calls take
+
+    def time_of(function: Callable[..., Any]) -> float:
+        found = benchmark.timed({"": function}, arrays, "burst", 1, problem.flops)
+        return found[""].median
 
     def time_kernel(spec: GemmSpec, raster_order: RasterOrder) -> float:
-        time.sleep(pause)
         try:
             cubin.get(spec)
         except cubin.CubinError as error:
             print(f"left out: {error}", file=sys.stderr)
             return math.inf
-        function = benchmark.one_kernel(problem, spec, raster_order, device.num_sms)
-        return statistics.median(timing.burst(function, arrays)())
+        return time_of(benchmark.one_kernel(problem, spec, raster_order, device.num_sms))
 
-    def time_xla() -> float:
-        time.sleep(pause)
-        return statistics.median(burst())
-
-    return time_kernel, time_xla
+    return time_kernel, partial(time_of, product)
 
 
 def show_progress(candidate: tuner.Candidate, microseconds: float) -> None:

@@ -172,25 +172,18 @@ def _moves(tangent: Any) -> bool:
     return type(tangent) is not ad.Zero
 
 
-def _total(terms: list[Any], primal: Any) -> Any:
-    if not terms:
-        return ad.Zero(jax.typeof(primal).to_tangent_aval())
-    return terms[0] if len(terms) == 1 else lax.add(*terms)
-
-
 def _gathered_dot_jvp(
     primals: Any, tangents: Any, *, with_rows: bool, **params: Any
 ) -> tuple[Any, Any]:
     (x, w), (x_tangent, w_tangent) = primals, tangents
     wanted = with_rows or _moves(w_tangent)
     results = gathered_dot_p.bind(x, w, with_rows=wanted, **params)
-    moved: list[list[Any]] = [[], []]
+    moved: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in results[: 1 + with_rows]]
     if _moves(x_tangent):
-        moved = [[x] for x in gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params)]
+        moved = gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params)
     if _moves(w_tangent):
-        moved[0].append(_matmul(results[1], w_tangent, params["options"]))
-    results = results[: 1 + with_rows]
-    return results, [_total(terms, y) for terms, y in zip(moved, results, strict=False)]
+        moved[0] = ad.add_tangents(moved[0], _matmul(results[1], w_tangent, params["options"]))
+    return results[: 1 + with_rows], moved
 
 
 def _gathered_dot_transpose(
@@ -203,14 +196,15 @@ def _gathered_dot_transpose(
         product, options = entering(w.aval, product, x, options)
         rows = _in_order(list(_chunks(x, axis_name)), axis_name)
         return [None, as_cotangent(w.aval, _of_columns(rows, product, options))]
-    terms = []
+    total: Any = ad.Zero(x.aval)
     if _moves(product):
         product, options = entering(x.aval, product, w, options)
-        terms.append(as_cotangent(x.aval, scattered_dot(product, w.T, axis_name, options)))
+        total = as_cotangent(x.aval, scattered_dot(product, w.T, axis_name, options))
     if with_rows and _moves(cotangents[1]):
-        axis = cotangents[1].ndim - 2
-        terms.append(lax.psum_scatter(cotangents[1], axis_name, scatter_dimension=axis, tiled=True))
-    return [_total(terms, x) if terms else None, None]
+        rows, axis = cotangents[1], cotangents[1].ndim - 2
+        rows = lax.psum_scatter(rows, axis_name, scatter_dimension=axis, tiled=True)
+        total = ad.add_tangents(total, rows)
+    return [total, None]
 
 
 def _scattered_dot_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:

@@ -24,5 +24,5 @@ from .manifest import Manifest as Manifest
 from .manifest import Parameter as Parameter
 from .store import Compiled as Compiled
 from .store import cache_dir as cache_dir
-from .store import cache_entries as cache_entries
 from .store import clear_cache as clear_cache
+from .store import user_cache as user_cache

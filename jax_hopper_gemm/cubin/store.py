@@ -169,15 +169,6 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-@dataclass(frozen=True)
-class CacheEntry:
-    """A kernel in the cache: its digest, the name of its spec, the size of its cubin."""
-
-    digest: str
-    name: str
-    nbytes: int
-
-
 def cache_dir() -> Path:
     """Returns the folder of the cache, which need not exist.
 
@@ -204,15 +195,6 @@ def cache_dir() -> Path:
 
 def user_cache() -> Store:
     return Store(cache_dir(), "cache")
-
-
-def cache_entries() -> list[CacheEntry]:
-    """Returns the intact entries, by name."""
-    found = [
-        CacheEntry(digest, entry.manifest.name, len(entry.cubin))
-        for digest, entry in user_cache().entries().items()
-    ]
-    return sorted(found, key=lambda entry: (entry.name, entry.digest))
 
 
 def clear_cache() -> int:

@@ -195,14 +195,11 @@ def run_delayed(
     options: Options,
     out_sharding: Any,
 ) -> Any:
-    """Returns a product by delayed scaling, and what follows it.
+    """Returns a product by delayed scaling, and what follows it, as in `run_quantized`.
 
     Args:
       arrays: floats; the right one is the weights.
-      dimension_numbers: as in `dot_general`.
-      steps: what follows; `following` are its operands, checked.
       options: `preferred_element_type` None is the promoted dtype of the operands.
-      out_sharding: of the product, for Explicit mesh axes.
     """
     x, w = map(jnp.asarray, arrays)
     dtype, whole, several = steps.dtypes(options.preferred_element_type, jnp.result_type(x, w))

@@ -107,14 +107,11 @@ class ProductReport:
     def __str__(self) -> str:
         runners = Counter(x.runner for x in self.products)
         number = len(self.products)
-        parts = ", ".join(
-            f"{runners[name]} {text}"
-            for name, text in (
-                ("kernel", "on kernels"), ("XLA", "on XLA"), ("not replaced", "not replaced")
-            )
-        )  # fmt: skip
-        lines = [f"{number} {'product' if number == 1 else 'products'}: {parts}"]
-        lines.append(f"{self.kernel_share:.1%} of {self.flops:.3g} FLOPs on kernels")
+        lines = [
+            f"{number} {'product' if number == 1 else 'products'}: {runners['kernel']} on kernels, "
+            f"{runners['XLA']} on XLA, {runners['not replaced']} not replaced",
+            f"{self.kernel_share:.1%} of {self.flops:.3g} FLOPs on kernels",
+        ]
         if self.saved_us:
             lines.append(f"fusion is expected to save {self.saved_us:.0f} us")
         groups: dict[Any, list[FoundProduct]] = {}

@@ -169,32 +169,29 @@ def random_inputs(problem: GemmProblem) -> list[tuple[jax.Array, jax.Array]]:
     return drawn_inputs(problem, drawing(problem))
 
 
-def input_shapes(problem: GemmProblem) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the shapes of `random_inputs`."""
+def input_shapes(problem: GemmProblem) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes of one of the `random_inputs`."""
     a = jax.ShapeDtypeStruct(shapes.operand_shape(problem, "a"), jnp.dtype(problem.a_dtype))
     b = jax.ShapeDtypeStruct(shapes.operand_shape(problem, "b"), jnp.dtype(problem.b_dtype))
-    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
-    return [(a, b)] * timing.sets_to_rotate(nbytes)
+    return a, b
 
 
 def drawing(problem: GemmProblem) -> Any:
     """Returns the jitted function of a seed, uint32, that draws one set of inputs."""
-    a, b = input_shapes(problem)[0]
 
     @jax.jit
-    def draw(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        key_a, key_b = jax.random.split(jax.random.key(seed, impl="rbg"))
-        return (
-            jax.random.normal(key_a, a.shape, a.dtype),
-            jax.random.normal(key_b, b.shape, b.dtype),
-        )
+    def draw(seed: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+        pairs = zip(keys, input_shapes(problem), strict=True)
+        return tuple(jax.random.normal(key, x.shape, x.dtype) for key, x in pairs)
 
     return draw
 
 
 def drawn_inputs(problem: GemmProblem, draw: Callable) -> list[tuple[jax.Array, jax.Array]]:
     """Returns `random_inputs` by what `drawing` returned, compiled or not."""
-    seeds = range(len(input_shapes(problem)))
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in input_shapes(problem))
+    seeds = range(timing.sets_to_rotate(nbytes))
     return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in seeds]
 
 

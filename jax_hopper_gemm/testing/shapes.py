@@ -53,14 +53,14 @@ def square() -> Iterable[GemmProblem]:
 
 def llama() -> Iterable[GemmProblem]:
     """Llama 3 8B and 70B over 4096 tokens: QKV, attention output, up, down."""
-    for width, qkv, hidden in ((4096, 6144, 14336), (8192, 10240, 28672)):
-        yield from _layer(4096, width, qkv, width, hidden)
+    for name in ("Llama 3 8B", "Llama 3 70B"):
+        yield from _layer(4096, *_MODELS[name])
 
 
 def gemma() -> Iterable[GemmProblem]:
     """Gemma 2 9B and Gemma 3 27B over 4096 tokens; heads do not fill the width."""
-    for width, qkv, heads, hidden in ((3584, 8192, 4096, 14336), (5376, 8192, 4096, 21504)):
-        yield from _layer(4096, width, qkv, heads, hidden)
+    for name in ("Gemma 2 9B", "Gemma 3 27B"):
+        yield from _layer(4096, *_MODELS[name])
 
 
 def vit() -> Iterable[GemmProblem]:
@@ -93,15 +93,8 @@ def glu() -> Iterable[GemmProblem]:
     """
     width, hidden = 4096, 14336
     for tokens in (4096, 8192):
-        yield GemmProblem.dense(tokens, 2 * hidden, width)
-        yield GemmProblem.dense(tokens, hidden, width)
-        yield GemmProblem.dense(tokens, hidden, width, b_major="k")
-        yield GemmProblem.dense(tokens, width, 2 * hidden, b_major="k")
-        yield GemmProblem.dense(tokens, width, hidden, b_major="k")
-        yield GemmProblem.dense(tokens, width, hidden)
-        yield GemmProblem.dense(width, 2 * hidden, tokens, a_major="m")
-        yield GemmProblem.dense(width, hidden, tokens, a_major="m")
-        yield GemmProblem.dense(hidden, width, tokens, a_major="m")
+        for n, k in ((2 * hidden, width), (hidden, width), (width, hidden)):
+            yield from _with_gradients(tokens, n, k)
     yield GemmProblem.dense(4096, 8192, 4096)
 
 
@@ -129,9 +122,7 @@ def steps() -> Iterable[GemmProblem]:
     for tokens, weights in _STEPS.items():
         for pair in weights:
             for n, k in dict.fromkeys((pair, pair[::-1])):
-                yield GemmProblem.dense(tokens, n, k)
-                yield GemmProblem.dense(tokens, n, k, b_major="k")
-                yield GemmProblem.dense(n, k, tokens, a_major="m")
+                yield from _with_gradients(tokens, n, k)
     for tokens, features, vocabulary, major in _LOGITS:
         yield GemmProblem.dense(tokens, features, vocabulary, b_major=major)
 
@@ -162,10 +153,7 @@ def models() -> Iterable[GemmProblem]:
     for tokens in (4096, 8192):
         for dimensions in _MODELS.values():
             for problem in _layer(tokens, *dimensions):
-                n, k = problem.n, problem.k
-                yield problem
-                yield GemmProblem.dense(tokens, k, n, b_major="k")
-                yield GemmProblem.dense(k, n, tokens, a_major="m")
+                yield from _with_gradients(tokens, problem.n, problem.k)
 
 
 def heldout() -> Iterable[GemmProblem]:
@@ -180,7 +168,6 @@ _WIDTHS = (
     50304, 128256,
 )  # fmt: skip
 _MAX_FLOPS = 2**43
-_MIN_BATCH_FLOPS, _MAX_BATCH_FLOPS, _MAX_BYTES = 2**28, 2**40, 2**31
 
 
 def random_products(count: int, seed: int) -> list[GemmProblem]:
@@ -191,7 +178,7 @@ def random_products(count: int, seed: int) -> list[GemmProblem]:
     """
     random = Random(seed)
     problems: dict[GemmProblem, None] = {}
-    extent = partial(_extent, random)
+    extent = partial(random_extent, random)
     while len(problems) < count:
         m = extent(1, 65536, step=1)
         if random.random() < 0.5:
@@ -207,33 +194,17 @@ def random_products(count: int, seed: int) -> list[GemmProblem]:
     return list(problems)
 
 
-def random_batches(count: int, seed: int) -> list[GemmProblem]:
-    """Returns random products of bfloat16, of 2 to 1024 matrices that lie one behind the other.
-
-    Half of them have heads: 64 to 256 columns, or K. Rows are multiples of 16 bytes.
-    """
-    random = Random(seed)
-    problems: dict[GemmProblem, None] = {}
-    extent = partial(_extent, random)
-    while len(problems) < count:
-        batch = extent(2, 1024, step=1)
-        m, n, k = (extent(16, 4096) for _ in "mnk")
-        heads = random.choice((0, 0, 0, 0, 64, 80, 128, 256))
-        if heads and random.random() < 0.5:
-            n = heads
-        elif heads:
-            k = heads
-        a_major, b_major = random.choice(("k", "k", "m")), random.choice(("n", "k"))
-        problem = GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major)
-        if _MIN_BATCH_FLOPS <= problem.flops <= _MAX_BATCH_FLOPS and problem.bytes <= _MAX_BYTES:
-            problems[problem] = None
-    return list(problems)
-
-
-def _extent(random: Random, low: int, high: int, step: int = 8) -> int:
+def random_extent(random: Random, low: int, high: int, step: int = 8) -> int:
     """Returns a multiple of `step`, whose logarithm is as likely anywhere from `low` to `high`."""
     size = 2 ** random.uniform(log2(low), log2(high))
     return max(step, round(size / step) * step)
+
+
+def _with_gradients(m: int, n: int, k: int) -> Iterable[GemmProblem]:
+    """Yields a product of tokens and weights, then those of the gradients of each."""
+    yield GemmProblem.dense(m, n, k)
+    yield GemmProblem.dense(m, k, n, b_major="k")
+    yield GemmProblem.dense(k, n, m, a_major="m")
 
 
 def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[GemmProblem, ...]:
@@ -250,13 +221,7 @@ SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
 
 
 def suite(name: str) -> tuple[GemmProblem, ...]:
-    """Returns the problems of a named suite, each once.
-
-    Raises:
-      ValueError: there is no suite of that name.
-    """
-    if name not in SUITES:
-        raise ValueError(f"no suite {name!r}; there are {', '.join(SUITES)}")
+    """Returns the problems of a suite of `SUITES`, each once."""
     return tuple(dict.fromkeys(SUITES[name]()))
 
 

@@ -87,7 +87,7 @@ def burst(function: Callable, input_sets: Sequence[tuple]) -> Callable[[], list[
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    rotation = _Rotation(function, input_sets)
+    rotation = Rotation(function, input_sets)
     measured = profiler.measure(rotation, iterations=max(_LAUNCHES, len(input_sets)))
 
     def measure() -> list[float]:
@@ -97,14 +97,6 @@ def burst(function: Callable, input_sets: Sequence[tuple]) -> Callable[[], list[
         return [t * 1e3 for t in milliseconds]
 
     return measure
-
-
-def kernels(function: Callable) -> list[tuple[str, float]]:
-    """Returns the kernels of one call of a jitted function, names and milliseconds, by CUPTI."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, launches = profiler.measure(_Rotation(function, [()]), aggregate=False)()
-    return list(launches or ())
 
 
 def sustained(
@@ -119,7 +111,7 @@ def sustained(
     again, which is what counts. It is timed by the host: where a call is shorter than jax takes
     to enqueue it (tens of microseconds), the enqueuing is what is measured.
     """
-    rotation = _Rotation(function, input_sets)
+    rotation = Rotation(function, input_sets)
 
     def run(calls: int) -> float:
         start = clock()
@@ -143,7 +135,7 @@ def sustained(
     return measure
 
 
-class _Rotation(jax.stages.Wrapped):
+class Rotation(jax.stages.Wrapped):
     """Calls one jitted function, each time with the next set of inputs.
 
     It is a `Wrapped` so that `profiler.measure` takes it as it is and does not trace it.

@@ -10,7 +10,6 @@ text and data. The drawings need matplotlib (extra "notebooks"); each returns it
 from __future__ import annotations
 
 from .canvas import plain_colour as plain_colour
-from .epilogues import draw_epilogue_tiles as draw_epilogue_tiles
 from .epilogues import graph_lines as graph_lines
 from .fragments import draw_fragment as draw_fragment
 from .fragments import draw_staged_tile as draw_staged_tile

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-TILE_COLOURS = ("#457b9d", "#e76f51", "#2a9d8f", "#9d4edd")
-
 
 def subplots(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Any:
     try:

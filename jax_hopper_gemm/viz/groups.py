@@ -112,17 +112,12 @@ def _of_cta(
 
 
 def draw_grouped_tiles(
-    problem: GemmProblem,
-    spec: GemmSpec,
-    raster_order: RasterOrder,
-    sizes: Sequence[int],
-    num_sms: int = 132,
+    problem: GemmProblem, spec: GemmSpec, sizes: Sequence[int], tiles: Sequence[GroupedTile]
 ) -> Any:
-    """Draws the tiles of a GEMM whose rows are grouped, group below group.
+    """Draws the tiles of a GEMM whose rows are grouped, by `grouped_tiles`, group below group.
 
     A tile's number is its CTA; darker tiles are a CTA's second, third ... At the end of a group,
     rows that are multiplied but not stored are hatched, and skipped blocks of 64 rows are dotted.
-    Arguments are those of `grouped_tiles`.
     """
     from matplotlib.patches import Patch
 
@@ -131,7 +126,6 @@ def draw_grouped_tiles(
             f"groups are along {spec.grouped}, and tiles are drawn where they are along m: "
             "draw_grouped_work draws both"
         )
-    tiles = grouped_tiles(problem, spec, raster_order, sizes, num_sms)
     columns = tiles_n(problem, spec)
     tops, bottom = _tops(problem, spec, sizes)
     figure, axis = subplots(1, 1, (3 + 0.75 * columns, 1.2 + bottom / 220))
@@ -219,18 +213,8 @@ def _colour(matrix: int, turn: int) -> Any:
     return red * darker, green * darker, blue * darker, alpha
 
 
-def draw_grouped_work(
-    problem: GemmProblem,
-    spec: GemmSpec,
-    raster_order: RasterOrder,
-    sizes: Sequence[int],
-    num_sms: int = 132,
-) -> Any:
-    """Draws the work of each CTA, its tiles on top of each other, in one colour for each group.
-
-    Arguments as of `grouped_tiles`.
-    """
-    tiles = grouped_tiles(problem, spec, raster_order, sizes, num_sms)
+def draw_grouped_work(spec: GemmSpec, tiles: Sequence[GroupedTile]) -> Any:
+    """Draws the work of each CTA, its `grouped_tiles` on top of each other, a colour a group."""
     totals: dict[int, int] = {}
     figure, axis = subplots(1, 1, (13, 3.2))
     for tile in tiles:

@@ -11,8 +11,10 @@ from ..dispatch import Device
 from ..dispatch.cost import TileCycles, tile_cycles
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
-from .canvas import TILE_COLOURS, subplots
+from .canvas import subplots
 from .fragments import ROWS
+
+TILE_COLOURS = ("#457b9d", "#e76f51", "#2a9d8f", "#9d4edd")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ def test_build_fills_a_folder_and_lists_failures_at_the_end(capfd, tmp_path):
     assert list(report.failures) == [ILLEGAL]
     assert "tile_n 24" in report.failures[ILLEGAL]
     assert str(report).splitlines()[-1].startswith(f"FAILED {ILLEGAL.name}: ")
-    assert {entry.name for entry in cubin.cache_entries()} == {SPEC.name, OTHER.name}
+    entries = cubin.user_cache().entries().values()
+    assert {entry.manifest.name for entry in entries} == {SPEC.name, OTHER.name}
     assert "3/3" in capfd.readouterr().err  # the progress bar
 
     again = cubin.build([SPEC, OTHER], jobs=1, progress=False, folder=folder)

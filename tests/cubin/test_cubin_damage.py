@@ -164,4 +164,4 @@ def test_what_is_no_digest_names_no_file(compiles, tmp_path, named):
 def test_other_files_in_the_folder_are_no_entries(compiles):
     cubin.get(SPEC)
     (cubin.cache_dir() / "notes.json").write_text("{}")
-    assert [entry.digest for entry in cubin.cache_entries()] == [DIGEST]
+    assert [*cubin.user_cache().entries()] == [DIGEST]

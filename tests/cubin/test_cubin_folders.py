@@ -92,22 +92,24 @@ def test_a_user_without_a_home_gets_kernels_and_a_warning(compiles, monkeypatch,
     monkeypatch.setattr("pwd.getpwuid", unknown)
     assert cubin.get(SPEC).origin == "compiled"
     assert "set JAX_HOPPER_GEMM_CACHE to a folder that can be written" in caplog.text
-    assert cubin.cache_entries() == [] and cubin.clear_cache() == 0
+    assert cubin.user_cache().entries() == {} and cubin.clear_cache() == 0
 
 
 def test_cache_lists_its_kernels_and_clears_only_them(compiles):
-    assert cubin.cache_entries() == []
+    assert cubin.user_cache().entries() == {}
     assert cubin.clear_cache() == 0
     other = replace(SPEC, tile_n=64)
     for spec in (SPEC, other):
         cubin.get(spec)
-    entries = cubin.cache_entries()
-    assert {(e.digest, e.name) for e in entries} == {(digest_of(s), s.name) for s in (SPEC, other)}
-    assert entries[0].nbytes == len(cubin.get(SPEC).cubin)
+    entries = cubin.user_cache().entries()
+    names = {digest: entry.manifest.name for digest, entry in entries.items()}
+    assert names == {digest_of(s): s.name for s in (SPEC, other)}
+    nbytes = len(cubin.get(SPEC).cubin)
+    assert len(entries[digest_of(SPEC)].cubin) == nbytes
 
     (cubin.cache_dir() / f"{DIGEST}.cubin.0123456789abcdef.tmp").touch()  # of a killed process
     (cubin.cache_dir() / "mine.txt").touch()
-    assert cubin.clear_cache() > 2 * entries[0].nbytes
+    assert cubin.clear_cache() > 2 * nbytes
     assert [path.name for path in cubin.cache_dir().iterdir()] == ["mine.txt"]
 
 

@@ -47,7 +47,8 @@ def test_a_kernel_of_another_version_is_found_and_listed(no_compiler):
     path.write_text(json.dumps(entry))
     found = lookup.resolve("a" * 64, theirs)
     assert (found.cubin, found.manifest) == (content, manifest)
-    assert [(e.digest, e.name) for e in cubin.cache_entries()] == [("a" * 64, manifest.entry)]
+    entries = cubin.user_cache().entries()
+    assert [(d, e.manifest.name) for d, e in entries.items()] == [("a" * 64, manifest.entry)]
     entry["manifest"]["field_of_tomorrow"] = 2
     path.write_text(json.dumps(entry))
     assert cache.read("a" * 64) is None  # the checksum covers what this version does not know

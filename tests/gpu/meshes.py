@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from repeats import assert_same_bits
-from support import bounds
+from support import bounds, tolerance
 from support.collectives import collectives
 from support.mesh_programs import AXIS, DEVICES
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import tolerance
 
 TARGET = 'custom_call_target="jax_hopper_gemm.v1.launch"'
 OTHERS = r' dot\(|ragged-dot\(|custom_call_target="__cublas|jax_hopper_gemm.v1.partition'

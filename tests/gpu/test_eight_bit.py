@@ -21,6 +21,7 @@ from support import (
     outcome,
     random_operands,
     reference,
+    tolerance,
     trial,
 )
 from support.casts import cast, same
@@ -32,7 +33,6 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import QUANTIZED
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.testing import tolerance
 
 SPECS = list(dict.fromkeys((*eight_bit_specs(), *block_specs(), *eight_bit.chosen_specs())))
 GROUPED = [spec for spec in SPECS if spec.grouped and not spec.a_block]

@@ -20,13 +20,13 @@ from support import (
     outcome,
     random_operands,
     reference,
+    tolerance,
     trial,
 )
 from support.float32 import NORMS, PROGRAMS
 from support.policies import parts_specs, tf32_specs
 
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.testing import tolerance
 
 ALL = (*parts_specs(), *tf32_specs())
 GROUPED = [spec for spec in ALL if spec.grouped]

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import bounds, reference
+from support import bounds, reference, tolerance
+from support.tolerance import Summation
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import HALVES, RESULTS
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.testing import shapes, tolerance
-from jax_hopper_gemm.testing.tolerance import Summation
+from jax_hopper_gemm.testing import shapes
 
 LAYOUTS = list(itertools.product("km", "nk"))
 

@@ -6,10 +6,9 @@ import jax
 import numpy as np
 import pytest
 import train_recipes
-from support import bounds, recipe_programs
+from support import bounds, recipe_programs, tolerance
 from support.recipe_programs import CASES, PROGRAMS, STEPS
 
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SMALLEST_SUBNORMAL = 2.0**-149  # of float32

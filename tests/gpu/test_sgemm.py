@@ -8,12 +8,11 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from support import bounds, outcome, random_operands, reference, sgemm, trial
+from support import bounds, outcome, random_operands, reference, sgemm, tolerance, trial
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.testing import tolerance
 
 KERNELS = sgemm.kernels()
 LARGE = [spec for spec in KERNELS if (spec.tile_m, spec.tile_n, spec.tile_k) == (128, 128, 32)]

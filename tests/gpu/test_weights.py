@@ -15,6 +15,7 @@ from support import (
     outcome,
     random_operands,
     reference,
+    tolerance,
     trial,
 )
 from support.casts import cast, same
@@ -26,7 +27,6 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.primitives.widen import hopper_widen
-from jax_hopper_gemm.testing import tolerance
 
 SPECS = [spec for spec in converted_specs() if not spec.grouped]
 GROUPED = [spec for spec in converted_specs() if spec.grouped]

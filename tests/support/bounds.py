@@ -1,11 +1,11 @@
-"""Assertions that results are within the error bounds of `testing.tolerance`."""
+"""Assertions that results are within the error bounds of `support.tolerance`."""
 
 from __future__ import annotations
 
 import numpy as np
+from support.tolerance import Summation, Worst, error_bound, farthest
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.testing.tolerance import Summation, Worst, error_bound, farthest
 
 SUMMATIONS: dict[int, Summation] = {0: "wgmma", 3: "bf16x3", 6: "bf16x6", 9: "bf16x9"}
 

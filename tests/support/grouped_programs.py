@@ -14,11 +14,10 @@ import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import bounds, reference
+from support import bounds, reference, tolerance
 
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
 
 ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(

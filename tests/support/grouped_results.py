@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from support import bounds, outcome, reference
+from support import bounds, outcome, reference, tolerance
 from support.places import shape_of
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import tolerance
 
 _CHECKED = 400_000_000  # products of elements that a check in float64 may cost
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from support import bounds, graphs, random_operands, reference
+from support import bounds, graphs, random_operands, reference, tolerance
 from support.casts import cast, same
 from support.gpu import Gpu
 from support.places import shape_of
@@ -26,7 +26,6 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.smem import EPI_TILE_M
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import tolerance
 
 _EXACT: dict[str, Callable[..., np.ndarray]] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "square": np.square, "add": np.add,

@@ -22,13 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import epilogue
+from support import epilogue, tolerance
 from support.functions import RandomFunction, placed_operands, random_function, vjp_of
 
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.fusion import Fusion, NotFusable, fuse
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
 
 EXTENTS = {"m": 320, "n": 384, "k": 128}

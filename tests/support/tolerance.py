@@ -60,9 +60,9 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from ..gemm.bf16_parts import LEFT_OUT, PROMOTED_K, TILE_K
-from ..gemm.dtypes import DTYPES
-from ..gemm.spec import PROMOTION_K
+from jax_hopper_gemm.gemm.bf16_parts import LEFT_OUT, PROMOTED_K, TILE_K
+from jax_hopper_gemm.gemm.dtypes import DTYPES
+from jax_hopper_gemm.gemm.spec import PROMOTION_K
 
 # By our kernels; by those that promote accumulators; by any float32 code; by kernels that sum so
 # many products of bfloat16 parts of float32 operands; by those for FMA units.

@@ -7,10 +7,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import bounds, reference
+from support import bounds, reference, tolerance
 from support.matrices import normal
-
-from jax_hopper_gemm.testing import tolerance
 
 pytestmark = pytest.mark.pure
 
