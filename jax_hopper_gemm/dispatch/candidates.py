@@ -377,7 +377,6 @@ def problem_types(
 
 
 def measured_specs(device: Device) -> list[GemmSpec]:
-    """Returns the kernels of the tables for a kind of GPU."""
     tables = tables_of(replace(device, comm_overlap=False))
     return [entry.spec for table in tables for entry in table.entries.values()]
 

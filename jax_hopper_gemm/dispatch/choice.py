@@ -61,12 +61,10 @@ class Decision:
 
     @classmethod
     def unsupported(cls, reasons: Sequence[str]) -> Decision:
-        """Returns the decision of a problem that no kernel of ours can run."""
         return cls(None, None, "; ".join(reasons), "unsupported")
 
     @classmethod
     def xla(cls, reason: str, source: Source = "model") -> Decision:
-        """Returns the decision that XLA computes the product."""
         return cls(None, None, reason, source)
 
 

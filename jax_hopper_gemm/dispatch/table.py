@@ -325,9 +325,6 @@ def tables_of(device: Device) -> tuple[Table, ...]:
     """Returns the tables for a kind of GPU, the first of which that has a problem decides.
 
     Those of an H200 are the last of any GPU of as many SMs.
-
-    Raises:
-      TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
     devices = (device,) if device.gpu == "H200" else (device, replace(device, gpu="H200"))
     tables = ((d, table) for d in devices for table in (*_environment_tables(), packaged_table(d)))

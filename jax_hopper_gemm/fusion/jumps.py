@@ -147,7 +147,6 @@ def _jumps(equation: Any) -> bool:
 
 
 def tests_for_infinity(equation: Any) -> bool:
-    """Whether an equation asks whether numbers are infinite."""
     if equation.primitive.name in COMPARISONS:
         return any(map(_is_infinite, equation.invars))
     return equation.primitive.name == "is_finite"

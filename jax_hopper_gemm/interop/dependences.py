@@ -26,26 +26,19 @@ class Dependences:
       alone: numbers of products that stay without a region.
 
     Attributes:
-      program, alone: as given.
-      kinds: of the equations; "other" are those that no region computes.
-      makers: by variable that a region may compute, the number of its equation.
-      products: numbers of the equations that are products, by bit.
-      before: by bit, the products that a product depends on.
-      of: by variable, the products that it depends on in any way.
-      cone: by variable, those that it depends on elementwise.
-      statistics: by variable without a cone, those whose rows' statistics it is made of.
       read: variables of regions that are arrays in memory, whatever computes them; in order.
       passing: others that XLA reads, but computes where it reads them.
     """
 
     def __init__(self, program: Program, alone: Iterable[int] = ()):
         self.program, self.alone = program, frozenset(alone)
-        self.kinds: list[Kind] = []
-        self.makers: dict[Any, int] = {}
-        self.products: list[int] = []
-        self.before: list[int] = []
-        self.of: dict[Any, int] = {}
-        self.cone: dict[Any, int] = {}
+        self.kinds: list[Kind] = []  # of the equations; "other": no region computes them
+        self.makers: dict[Any, int] = {}  # by variable that a region may compute
+        self.products: list[int] = []  # numbers of the equations that are products, by bit
+        self.before: list[int] = []  # by bit, the products that a product depends on
+        self.of: dict[Any, int] = {}  # by variable, the products that it depends on in any way
+        self.cone: dict[Any, int] = {}  # by variable, those that it depends on elementwise
+        # By variable without a cone, those whose rows' statistics it is made of.
         self.statistics: dict[Any, int] = {}
         self._without_products: set[Any] = set()  # matrices that a region may compute
         self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these

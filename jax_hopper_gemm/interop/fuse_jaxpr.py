@@ -32,13 +32,9 @@ from .wide import Function, widened
 
 
 def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns equations and results of the same meaning, with products that have epilogues.
+    """Returns equations and results of a jaxpr, whose products, those of ours, have epilogues.
 
     A product takes along what the cost model expects to be faster in its kernel than in XLA.
-
-    Args:
-      equations: of a jaxpr, products among them ours.
-      results: what it returns.
     """
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)

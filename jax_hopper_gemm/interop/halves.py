@@ -68,15 +68,10 @@ def _half(x: Any, makers: dict[Any, Any]) -> tuple[Any, int, int] | None:
 
 @dataclass(frozen=True)
 class Halved:
-    """A product that stands as two, by the halves of its weights.
+    """A product that stands as two, by the halves of its weights."""
 
-    Attributes:
-      whole: its equation.
-      numbers: of the equations of the two.
-    """
-
-    whole: Any
-    numbers: tuple[int, ...]
+    whole: Any  # its equation
+    numbers: tuple[int, ...]  # of the equations of the two
 
 
 def with_halves(
@@ -162,19 +157,15 @@ def _may_be_halved(equation: Any, axes: dict[Any, int]) -> bool:
 
 
 class _Halving:
-    """Equations of halves in the place of others.
-
-    Attributes:
-      equations: the new ones.
-      halves: by variable that they do not compute, the two that they compute in its place.
-    """
+    """Equations of halves in the place of others."""
 
     def __init__(self, axes: dict[Any, int]):
         self._axes = axes
         self._names: dict[Any, Any] = {}
         self._broadcasts: dict[Any, Any] = {}  # equations, by what they make
         self._parts: dict[Any, tuple[Any, Any]] = {}  # of others, by variable and axis
-        self.equations: list[Any] = []
+        self.equations: list[Any] = []  # the new ones
+        # By variable that they do not compute, the two that they compute in its place.
         self.halves: dict[Any, tuple[Any, Any]] = {}
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
@@ -222,7 +213,6 @@ class _Halving:
             self._names.update(zip(outs, self.halves[x], strict=False))
 
     def _halves_of(self, x: Any, equation: Any) -> tuple[Any, Any]:
-        """Returns the halves of an input of an elementwise equation."""
         axis = self._axes[equation.outvars[0]]
         if x.aval.ndim == 0 or x.aval.shape[axis] == 1:
             return x, x

@@ -35,7 +35,6 @@ SUMS = names("sum")  # integers that products are, and nothing else in a kernel
 
 
 def kind_of(equation: Any) -> Kind:
-    """Returns what an equation is to a kernel."""
     name = equation.primitive.name
     if getattr(equation.ctx, "compute_type", None):  # `compute_on` says where it runs
         return "other"

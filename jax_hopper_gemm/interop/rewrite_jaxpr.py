@@ -65,19 +65,12 @@ _rewritten: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 class Rewriting(NamedTuple):
-    """How a program is rewritten.
+    """How a program is rewritten."""
 
-    Attributes:
-      implementation: of the products.
-      fuse: whether they take along the equations around them.
-      recipe: of those that have no batch axes.
-      weights: which arguments of the program may be weights, to a recipe.
-    """
-
-    implementation: Implementation = None
-    fuse: bool = True
-    recipe: Recipe | None = None
-    weights: Marks = ()
+    implementation: Implementation = None  # of the products
+    fuse: bool = True  # whether they take along the equations around them
+    recipe: Recipe | None = None  # of those that have no batch axes
+    weights: Marks = ()  # which arguments of the program may be weights, to a recipe
 
     def within(self, found: Weights, equation: Any, parameter: str) -> Rewriting:
         """Returns how an inner program is rewritten, a parameter of an equation."""
@@ -208,7 +201,6 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
 
 
 def _shrinks(equation: Any) -> bool:
-    """Whether a product's result is smaller than its larger operand."""
     operands = [x.aval.size * x.aval.dtype.itemsize for x in equation.invars[:2]]
     result = equation.outvars[0].aval
     return any(less(result.size * result.dtype.itemsize, x) for x in operands)
@@ -288,7 +280,6 @@ def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByReci
 
 
 def _of_halves(equation: Any) -> bool:
-    """Whether a product multiplies arrays of 16-bit floats."""
     return all(x.aval.dtype.name in HALVES for x in equation.invars[:2])
 
 

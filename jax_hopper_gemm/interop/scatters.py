@@ -59,7 +59,6 @@ def _faster(equation: Any) -> Callable[..., Any] | None:
 
 
 def _is_zero(equation: Any) -> bool:
-    """Whether an equation makes an array of zeros."""
     if equation.primitive is not lax.broadcast_in_dim_p:
         return False
     x: Any = equation.invars[0]

@@ -161,7 +161,6 @@ def _outputs(group: Sequence[_Member]) -> list[Any]:
 
 
 def _params(group: Sequence[_Member]) -> dict[str, Any]:
-    """Returns the parameters of the products of a group as one equation."""
     functions = tuple(x.epilogue for x in group if x.epilogue)
     in_place: list[int | None] = []
     before = 0  # operands of other epilogues
@@ -189,7 +188,6 @@ def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[
 
 
 def _launch(equations: Sequence[Any], group: Sequence[_Member]) -> Any:
-    """Returns the equation of the products of a group."""
     return equations[group[-1].number].replace(
         primitive=hopper_dots_p, params=_params(group), invars=_inputs(group),
         outvars=_outputs(group),

@@ -268,7 +268,6 @@ def _precision(operation: Any) -> Any:
 
 
 def _subscripts(operation: Any) -> Subscripts:
-    """Returns the subscripts of a stablehlo.dot_general."""
     numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
@@ -297,7 +296,6 @@ def launches_in(module: Any) -> list[Launch]:
 
 
 def custom_calls(module: Any, target: str) -> Iterator[Any]:
-    """Yields the custom calls of `target`."""
     for operation in _operations(module.operation):
         if operation.name == "stablehlo.custom_call":
             if operation.attributes["call_target_name"].value == target:

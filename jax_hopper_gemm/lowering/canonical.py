@@ -136,7 +136,6 @@ def scale_letters(request: Request, problem: GemmProblem) -> tuple[str, str]:
 
 
 def _in_stack(p: GemmProblem, request: Request, swap_ab: bool) -> GemmProblem:
-    """Returns the problem with an operand that lies in a stack."""
     left = request.indexed == "a"
     apart = prod(request.lhs_shape if left else request.rhs_shape)
     indexed: Any = "a" if left != swap_ab else "b"

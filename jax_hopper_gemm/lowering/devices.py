@@ -58,7 +58,6 @@ def lowering_shard() -> Iterator[None]:
 
 
 def lowers_shard() -> bool:
-    """Whether this thread lowers within `lowering_shard`."""
     return _in_shard.get()
 
 

@@ -115,12 +115,8 @@ def _launch(
     """Returns a launch and what XLA does with its results as a program, without lines of source.
 
     Args:
-      function: the request's.
-      inputs: of the launch.
       outputs: of the launch; None: those of the epilogue's graph.
-      avals: of the function's operands.
       in_place: as in `Call`, without those that nothing may overwrite.
-      name: of the launch in profiles.
     """
     assert route.plan
     epilogues = [] if outputs is not None else _epilogues(request, route)

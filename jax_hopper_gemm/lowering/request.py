@@ -62,7 +62,6 @@ class Request(ShapedProduct):
 
     @property
     def rhs_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each right operand."""
         if not self.panels:
             return [self.rhs_shape] * self.num_b
         axis = self.subscripts.rhs.index(self.subscripts.columns[0])

@@ -80,7 +80,6 @@ class Route:
         return self.source in ("table", "user table")
 
     def expected_ns(self, device: dispatch.Device) -> float:
-        """Returns the kernel's expected time."""
         assert self.gemm and self.spec and self.raster_order
         return dispatch.estimate(self.gemm.problem, self.spec, self.raster_order, device).ns
 

@@ -43,17 +43,11 @@ WIDE = jnp.dtype("float32")
 
 @dataclass(frozen=True)
 class Operand:
-    """A quantized operand.
+    """A quantized operand."""
 
-    Attributes:
-      values: of 8 bits.
-      letters: of their axes.
-      scale: float32, with an axis for each of the values'; of blocks as in `scaled_dot`.
-    """
-
-    values: jax.Array
-    letters: str
-    scale: jax.Array
+    values: jax.Array  # of 8 bits
+    letters: str  # of their axes
+    scale: jax.Array  # float32, with an axis for each of these; of blocks as in `scaled_dot`
 
     @property
     def extents(self) -> dict[str, int]:
@@ -247,7 +241,6 @@ def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
 
 
 def multiplied(found: Operands, dtype: Any) -> jax.Array:
-    """Returns a product in a dtype."""
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     if not found.blocks:
         values, sizes = [x.values for x in found.all], next(iter(found.sizes), None)

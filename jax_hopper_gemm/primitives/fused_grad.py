@@ -74,7 +74,6 @@ class _Derivative(NamedTuple):
 
 
 def _tangent(*args: Any, **params: Any) -> list[Any]:
-    """The tangents of an epilogue's results."""
     d = _Derivative(**params)
     kept = list(args[: d.residuals])
     if d.recompute is not None:
@@ -118,8 +117,6 @@ def _transpose_tangent(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
 
 @memoised
 def _stacking(closed: ClosedJaxpr, axis: int) -> ClosedJaxpr:
-    """Returns the function with its first two outputs stacked."""
-
     def function(*args: Any) -> list[Any]:
         gate, up, *others = jaxpr_as_fun(closed)(*args)
         return [jnp.stack([gate, up], axis), *others]

@@ -62,7 +62,6 @@ def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:
 
 
 def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[str, Any]) -> Call:
-    """Returns the product and what its function reads."""
     product, count = params["product"], 1 + params["num_b"]
     return Call(
         request_of(ctx.avals_in, ctx.avals_out, **params), tuple(values[:count]),
@@ -97,7 +96,6 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
         return apart(ctx, *values, **params)  # XLA's ragged product is not worth a function with it
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-        """Emits a product with its function, or else the product and the function behind it."""
         if not sharding.applies(ctx):
             return None
         emitted = None

@@ -138,11 +138,7 @@ sum_rows_p = define_primitive(
 
 
 def in_order(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Sorts int32 numbers from 0 to `count`, stably.
-
-    Returns:
-      The sorted numbers, and for each its place before.
-    """
+    """Returns int32 numbers from 0 to `count`, sorted stably, and for each its place before."""
     size = groups.shape[0]
     if isinstance(size, int) and (count + 1) * size < 2**32:
         # One key holds number and place: all differ, and XLA sorts single integers by radix.
