@@ -88,12 +88,10 @@ def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
 
 def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for batches of small matrices, legal or not."""
     return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
 
 
 def medium_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for medium products (`is_medium`), legal or not."""
     return MEDIUM_CONFIGS if _is_dense_half(problem_type) else ()
 
 
@@ -173,7 +171,6 @@ def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
 
 
 def config_sets(problem: GemmProblem) -> list[ConfigsOf]:
-    """Returns the sets of configurations, by type, that a problem's kernels are chosen from."""
     return [configs_of for configs_of, serves in CONFIG_SETS.items() if serves(problem)]
 
 

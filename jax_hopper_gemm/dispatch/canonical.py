@@ -47,7 +47,6 @@ class ShapedProduct:
 
     @property
     def extents(self) -> dict[str, int]:
-        """The extent of each letter."""
         extents = self.subscripts.extents(self.lhs_shape, self.rhs_shape)
         return {GROUP: self.groups.matrices} | extents if self.groups else extents
 

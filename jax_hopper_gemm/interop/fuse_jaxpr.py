@@ -302,9 +302,6 @@ def _ordered(
     """Returns the equations of a program with its regions, each where its last equation was.
 
     Equations that nothing reads any more are left out.
-
-    Raises:
-      NoPlace: a region reads what is computed from its own outputs.
     """
     kinds, program = dependences.kinds, dependences.program
     within = {number: region for region in launches for number in region.products}

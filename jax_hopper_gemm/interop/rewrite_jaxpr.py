@@ -152,10 +152,7 @@ def reason_left(
 ) -> str | None:
     """Returns the reason to leave a product to JAX, or None if it becomes ours.
 
-    Args:
-      equation: the product.
-      transposes: that follow it, and become part of it.
-      implementation: of the product.
+    The `transposes` follow it, and become part of it.
     """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
     if not multiply(lhs.dtype.name, rhs.dtype.name):

@@ -142,7 +142,6 @@ def _product(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> 
 
 
 def _row_sums(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> Any:
-    """Adds the updates to the rows at their indices."""
     length = zeros.shape[0]
     indices = _counting(indices, mode, length)
     rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")

@@ -26,7 +26,6 @@ class Stored:
     """The variables of a program that are in memory.
 
     Args:
-      dependences: of the program.
       regions: by bit of a product.
       owners: by variable, the region that stores it; XLA computes the others.
     """

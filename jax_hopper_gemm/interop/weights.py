@@ -27,12 +27,7 @@ Marks = tuple[bool, ...]  # which variables are weights
 
 
 class Weights:
-    """The weights of a jaxpr.
-
-    Args:
-      jaxpr: an open one.
-      marks: of its arguments.
-    """
+    """The weights of an open jaxpr, whose arguments have these marks."""
 
     def __init__(self, jaxpr: Any, marks: Marks):
         marked = zip(jaxpr.invars, marks, strict=False)

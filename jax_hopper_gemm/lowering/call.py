@@ -67,7 +67,6 @@ class Call:
         return self.request.options.insists is not None
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
-        """Returns how the product of these operands runs; see `route`."""
         return route(self.request, device_of(ctx), kernel_only=kernel_only)
 
     def left_to_xla(self, ctx: mlir.LoweringRuleContext) -> bool:

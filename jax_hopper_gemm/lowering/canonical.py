@@ -23,10 +23,7 @@ from .request import Request
 
 
 def canonical(request: Request) -> Gemm | None:
-    """Returns the canonical form of a product without an epilogue, if a kernel may be asked for it.
-
-    No kernel is chosen.
-    """
+    """Returns the canonical form of a product without an epilogue, if a kernel may be asked for."""
     if request_violation(request):
         return None
     try:

@@ -103,8 +103,7 @@ def lower_jaxpr(
 ) -> Any:
     """Emits the operations of a jaxpr where the program stands.
 
-    Args:
-      lines: of source, a traceback, around those of the jaxpr.
+    `lines` of source, a traceback, are around those of the jaxpr.
     """
     jaxpr: Any = closed.jaxpr
     if closed.consts or jaxpr.effects or getattr(jaxpr, "is_high", False):

@@ -154,11 +154,7 @@ def _route(
 
 
 def _whole(route: Route) -> Gemm:
-    """Returns the canonical form of a product whose epilogue a kernel computes.
-
-    Raises:
-      NotFusable: XLA computes some of it.
-    """
+    """Returns the canonical form of a product; raises NotFusable if XLA ends its epilogue."""
     if not (route.gemm and route.fusion):
         raise NotFusable(route.reason)
     if route.uncovered:

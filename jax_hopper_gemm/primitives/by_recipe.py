@@ -107,8 +107,7 @@ def _operands(
 ) -> Operands | None:
     """Returns quantized operands; None where they are multiplied as they are.
 
-    Args:
-      others: what else the product reads; of a ragged one the first are its sizes.
+    Of a ragged product the first of the `others` are its sizes.
     """
     by, subscripts, groups = product.options.recipe, product.subscripts, product.groups
     assert by is not None
@@ -175,9 +174,7 @@ def _operand(
 ) -> Operand:  # fmt: skip
     """Returns a quantized operand; with blocks its axes are those of arrays, free, contracted.
 
-    Args:
-      letters: of its axes.
-      several: letters of axes along which there are as many arrays, each with scales of its own.
+    Along the axes `several` there are as many arrays, each with scales of its own.
     """
     contracted = "".join(a for a in subscripts.contracted if a in letters)
     own = "".join(a for a in several if a in letters and a not in contracted)

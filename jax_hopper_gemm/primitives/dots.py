@@ -47,7 +47,6 @@ def _each(
     functions: Sequence[ClosedJaxpr],
     in_place: Sequence[int | None],
 ) -> list[Any]:
-    """Returns the results of `bare` products, or of `fused` ones."""
     lhs, *others = args
     if not functions:
         return [bare(lhs, rhs, product=product) for rhs in others]
@@ -92,7 +91,6 @@ def request_of_dots(
     functions: Sequence[ClosedJaxpr],
     in_place: Sequence[int | None] = (),
 ) -> Request:
-    """Returns what products of one left operand ask for, together."""
     del in_place
     lhs, *rights = avals
     rights = rights[: len(functions)] if functions else rights

@@ -115,8 +115,7 @@ def _completed(
 ) -> list[Any]:  # fmt: skip
     """Returns a function's results in their dtypes; of rows in groups 0 in rows of no group.
 
-    Args:
-      *args: products, operands, arrays that the function closes over; so many of each.
+    `args` are so many products, so many operands, and arrays that the function closes over.
     """
     count = products + operands
     outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])

@@ -31,7 +31,6 @@ def request_of(
     num_b: int,
     in_place: tuple[int | None, ...],
 ) -> Request:
-    """Returns what a `hopper_fused_p` of these abstract values asks for."""
     lhs, right, *_ = avals
     request = Request.of(product, lhs, right, out_avals[0], num_b=num_b, function=jaxpr)
     if (groups := product.groups) is None:
@@ -71,7 +70,6 @@ def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[
 
 
 def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> Call:
-    """Returns the call of a mapped ragged product, of the operands of the one that it is."""
     flat, count = partial(_flat, product), len(call.values)
     avals = ctx.avals_in[: count + 1]
     context = ctx.replace(avals_in=avals, avals_out=traced(flat, *avals).out_avals)

@@ -183,8 +183,7 @@ def _picked(x: jax.Array, rows: jax.Array) -> jax.Array:
 def _added(x: jax.Array, rows: jax.Array, *, length: int, scattered: bool) -> jax.Array:
     """Returns (length, K): out[s] is the sum of x[r] over all r with rows[r] == s.
 
-    Args:
-      scattered: whether a scatter adds them; one GPU's would be atomic, so there none does.
+    A scatter adds what is `scattered`; one GPU's would be atomic, so there none does.
     """
     count = x.shape[0]
     if 0 in (count, length):
