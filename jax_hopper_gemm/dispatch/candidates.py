@@ -1,9 +1,7 @@
 """The kernels that are worth considering for a type of problems, made of `configs`.
 
 `model_specs` is small and closed: what the cost model may choose with no measurement, so that all
-of it can be built ahead (`table_specs`); a part of it is for some problems (`config_sets`).
-`tuner_specs` is wide: what a measurement may find better (`legal_specs`, for one problem).
-`filled_spec` gives a configuration as many stages as fit.
+of it can be built ahead. `tuner_specs` is wide: what a measurement may find better.
 """
 
 from __future__ import annotations

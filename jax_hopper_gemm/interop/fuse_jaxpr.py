@@ -250,7 +250,8 @@ def expected_us(
         zeros = ", as rows of no group are 0 in what it stores" if of_rows else ""
         return Refusal(f"no kernel computes {', '.join(whole.uncovered)}{zeros}")
     if whole.path != "hopper":
-        return Refusal(whole.reason, of_less=whole.is_measured)
+        # A table decides of the plain product, whatever its epilogue is.
+        return Refusal(whole.reason, of_less=whole.source in ("table", "user table"))
     alone = [route(request, device, kernel_only=True) for request in products]
     for x in alone:
         if x.path != "hopper":

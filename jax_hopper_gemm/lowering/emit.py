@@ -78,8 +78,7 @@ def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
 def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Any]:
     """Emits the FFI call, everything row-major, and what XLA does with its results.
 
-    In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix; out
-    come its results and the workspaces. Of a program's equal launches JAX copies the first one.
+    Arrays are in the order of `LaunchPlan`. Of a program's equal launches JAX copies the first one.
     """
     assert route.gemm and route.spec
     request = call.request

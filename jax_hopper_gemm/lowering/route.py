@@ -74,11 +74,6 @@ class Route:
         """Whether some kernel can run the product, chosen or not."""
         return self.source != "unsupported"
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether a table decided, of the plain product, whatever its epilogue is."""
-        return self.source in ("table", "user table")
-
     def expected_ns(self, device: dispatch.Device) -> float:
         assert self.gemm and self.spec and self.raster_order
         return dispatch.estimate(self.gemm.problem, self.spec, self.raster_order, device).ns

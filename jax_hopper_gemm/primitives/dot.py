@@ -184,7 +184,6 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, produc
 def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
-    """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
     if not sharding.applies(ctx):
         return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))

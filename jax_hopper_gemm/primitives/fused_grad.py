@@ -210,11 +210,10 @@ def _lower_epilogue_partitioned(
     """Emits the same where XLA partitions the program over devices."""
     if not custom_call.applies(ctx):
         return None
-
-    def route_of(call: Call, _: Any) -> Route | None:
-        return route_partitioned(ctx, call)
-
-    for call, route in _choices(ctx, values, jaxpr, custom_call.product_at, route_of):
+    found = _choices(
+        ctx, values, jaxpr, custom_call.product_at, lambda call, _: route_partitioned(ctx, call)
+    )
+    for call, route in found:
         if emitted := emit_fused(ctx, call, route):
             return emitted
     return _lower_epilogue(ctx, *values, jaxpr=jaxpr)

@@ -114,10 +114,7 @@ OUTER = PERIODS + PLANES  # letters of axes that are outer ones of the next
 
 
 def emit_ragged(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
-    """Emits a ragged product, or returns None.
-
-    What no kernel could run of any shard, or what cannot be launched at all, is left to XLA.
-    """
+    """Emits a ragged product; None: it is left to XLA."""
     call = call.readable(ctx)
     if call.left_to_xla(ctx):
         return None
