@@ -333,7 +333,6 @@ def tables_of(device: Device) -> tuple[Table, ...]:
 
 @functools.cache
 def _environment_tables() -> tuple[Table, ...]:
-    """Returns the user's table, if the environment names one."""
     path = os.environ.get(TABLE_VARIABLE)
     if not path:
         return ()

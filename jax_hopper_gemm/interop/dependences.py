@@ -112,7 +112,6 @@ class Dependences:
         return seen - self._without_products
 
     def _converts_product(self, number: int) -> bool:
-        """Whether an equation converts a product of integers to floats."""
         if not converts_sums(self.program.equations[number]):
             return False
         return any(self.kind(x) == "product" for x in self.program.inputs[number])

@@ -49,12 +49,10 @@ from .weights import Marks, Weights
 
 # Primitives whose jaxprs are ordinary programs. The jaxpr of any other primitive may be a kernel,
 # or a pattern that a compiler matches by its operations.
-ENTERED = frozenset(
-    {
-        *CALLS, "cond", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr",
-        "remat2", "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
-    }
-)  # fmt: skip
+ENTERED = {
+    *CALLS, "cond", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr",
+    "remat2", "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
+}  # fmt: skip
 
 # Why a product is left to XLA that kernels could run.
 ROWS_APART = "its rows or its K lie in several places, and XLA stores its result as it likes"

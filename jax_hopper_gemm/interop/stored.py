@@ -23,12 +23,7 @@ class _Needs:
 
 
 class Stored:
-    """The variables of a program that are in memory.
-
-    Args:
-      regions: by bit of a product.
-      owners: by variable, the region that stores it; XLA computes the others.
-    """
+    """The variables of a program that are in memory; arguments are as `Regions` has them."""
 
     def __init__(
         self, dependences: Dependences, regions: dict[int, Region], owners: dict[Any, Region]

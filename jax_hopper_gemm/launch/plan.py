@@ -106,7 +106,6 @@ def make_plan(
 
 
 def _tma_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns what a kernel whose operands arrive by TMA is told of a problem."""
     values = {
         **_operand_params(problem, spec),
         **_result_params(problem, spec),

@@ -88,10 +88,7 @@ class Route:
 
 
 def route(request: Request, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
-    """Returns how a product runs on `device`.
-
-    With `kernel_only`, XLA is the answer only where no kernel can run the product.
-    """
+    """Returns how a product runs on `device`; `kernel_only` is as in `dispatch.choose`."""
     if reason := request_violation(request):
         return Route("xla", reason, "unsupported")
     read = read_for(request, device)

@@ -198,7 +198,6 @@ def _lower_partitioned(
 
 
 def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call | None:
-    """Returns the bare product that `_lower_partitioned` emitted; see `sharding.product_at`."""
     subscripts = Subscripts.parse(words["subscripts"])
     return call_between(subscripts, options_of_words(words), operands, value)
 

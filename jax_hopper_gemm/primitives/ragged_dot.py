@@ -64,8 +64,9 @@ def hopper_ragged_dot(
     return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=product)
 
 
-def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
-    """Asserts what those who bind the primitive see to."""
+def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
+    """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
+    # Those who bind the primitive see to all that is asserted.
     subscripts, groups = product.subscripts, product.groups
     assert subscripts in (*FORMS, VARLEN_K_T), subscripts
     assert groups and product.out_sharding is None and product.batch == 0, product
@@ -79,11 +80,6 @@ def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
         assert own or groups.periods(sizes.shape[0]) == 1, "periods share a result"
     else:
         assert rhs.shape[0] == matrices, (rhs, matrices)
-
-
-def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
-    """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
-    _check(lhs, rhs, sizes, product)
     (out,) = traced(partial(array_like_product, product=product), lhs, rhs, sizes).out_avals
     return out
 
