@@ -6,7 +6,7 @@ outlines -> cost -> candidates in its order -> legal -> cost
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -66,8 +66,6 @@ LOOSE_STORES = 1.2  # passes over D that it takes longer where D's rows are so; 
 FMA_SIDE, FMA_K, FMA_FILLED = 2048, 1024, 0.93
 WAITING_K = 4096  # K from which SMs without a tile cost more than XLA loses by splitting it
 WAITING_RATIO = 1.8  # times the roofline
-
-XlaRule = Callable[[GemmProblem, Estimate, Device], str | None]
 
 
 class Best(NamedTuple):
@@ -365,7 +363,7 @@ def slower_than_in_tf32(problem: GemmProblem, ns: float, device: Device) -> str 
     return "XLA's time in TF32 has not been measured on such a GPU"
 
 
-RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
+RULES = by_fma_units, not_measured, thin, split_by_xla, waits
 
 
 def _slower_than_two_steps(problem: GemmProblem, ns: float, device: Device) -> str | None:

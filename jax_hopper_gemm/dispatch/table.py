@@ -11,10 +11,9 @@
         "kernel_us": 172.1, "xla_us": 174.7}]}
 
 `kernel` holds the fields of `GemmSpec` that the problem does not fix, of `_OPTIONAL` ones those
-that are not the default. An entry that prefers
-"xla" names our best kernel too, for callers who insist on one. Times are medians, or null. The
-entry of a grouped product has "grouped", "m" or "k", besides: its "l" groups have "m" rows, or a
-K of "k", on average.
+that are not the default. An entry that prefers "xla" names our best kernel too, for callers who
+insist on one. Times are medians, or null. The entry of a grouped product has "grouped", "m" or "k",
+besides: its "l" groups have "m" rows, or a K of "k", on average.
 """
 
 from __future__ import annotations

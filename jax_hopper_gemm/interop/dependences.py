@@ -24,10 +24,6 @@ class Dependences:
     Args:
       program: the equations and results of a jaxpr.
       alone: numbers of products that stay without a region.
-
-    Attributes:
-      read: variables of regions that are arrays in memory, whatever computes them; in order.
-      passing: others that XLA reads, but computes where it reads them.
     """
 
     def __init__(self, program: Program, alone: Iterable[int] = ()):
@@ -50,7 +46,8 @@ class Dependences:
     def _follow(self, number: int, kind: Kind) -> None:
         """Finds an equation's kind here, and what it computes depends on."""
         equation, inputs = self.program.equations[number], self.program.inputs[number]
-        if kind == "other" and self._converts_product(number):
+        converts = kind == "other" and converts_sums(equation)
+        if converts and any(self.kind(x) == "product" for x in inputs):
             kind = "elementwise"
         if kind == "product" and number in self.alone:
             kind = "other"
@@ -111,11 +108,6 @@ class Dependences:
                 pending += self.inputs(x) if x in self._without_products else ()
         return seen - self._without_products
 
-    def _converts_product(self, number: int) -> bool:
-        if not converts_sums(self.program.equations[number]):
-            return False
-        return any(self.kind(x) == "product" for x in self.program.inputs[number])
-
     def _find_read(self) -> None:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read, passing = set[Any](), set[Any]()
@@ -138,6 +130,7 @@ class Dependences:
             elif number not in self._by_xla:
                 read.update(inputs)
         read |= self.program.returned
+        # Variables of regions: arrays in memory, whatever computes them; others that XLA reads.
         self.read = self._sorted_by_equation(read)
         self.passing = self._sorted_by_equation(passing - read)
 

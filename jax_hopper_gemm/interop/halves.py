@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from ..dispatch import Device
-from ..fusion.jaxprs import CALLS, spliced, traced_once
+from ..fusion.jaxprs import CALLS, renamed, spliced, traced_once
 from ..fusion.residuals import variables
 from ..gemm.groups import is_varlen_k
 from ..lowering.route import route
@@ -93,7 +93,7 @@ def with_halves(
             halving.add_elementwise(equation)
         else:
             halving.add_cut(equation)
-    return halving.equations, halving.read(results), found
+    return halving.equations, renamed(results, halving.names), found
 
 
 def _axes_of_cuts(equations: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
@@ -155,20 +155,17 @@ class _Halving:
 
     def __init__(self, axes: dict[Any, int]):
         self._axes = axes
-        self._names: dict[Any, Any] = {}
+        self.names: dict[Any, Any] = {}
         self._broadcasts: dict[Any, Any] = {}  # equations, by what they make
         self._parts: dict[Any, tuple[Any, Any]] = {}  # of others, by variable and axis
         self.equations: list[Any] = []  # the new ones
         # By variable that they do not compute, the two that they compute in its place.
         self.halves: dict[Any, tuple[Any, Any]] = {}
 
-    def read(self, atoms: Sequence[Any]) -> list[Any]:
-        return [x if isinstance(x, Literal) else self._names.get(x, x) for x in atoms]
-
     def renamed(self, equation: Any) -> Any:
         if equation.primitive is lax.broadcast_in_dim_p:
             self._broadcasts[equation.outvars[0]] = equation
-        inputs = self.read(equation.invars)
+        inputs = renamed(equation.invars, self.names)
         return equation if inputs == equation.invars else equation.replace(invars=inputs)
 
     def add_products(self, equation: Any) -> tuple[int, int]:
@@ -202,9 +199,9 @@ class _Halving:
         """Lets what an equation cuts out of a variable be a half of it."""
         (x,), outs = equation.invars, equation.outvars
         if equation.primitive is lax.slice_p and any(equation.params["start_indices"]):
-            self._names[outs[0]] = self.halves[x][1]
+            self.names[outs[0]] = self.halves[x][1]
         else:
-            self._names.update(zip(outs, self.halves[x], strict=False))
+            self.names.update(zip(outs, self.halves[x], strict=False))
 
     def _halves_of(self, x: Any, equation: Any) -> tuple[Any, Any]:
         axis = self._axes[equation.outvars[0]]

@@ -117,7 +117,6 @@ def _launch(
       outputs: of the launch; None: those of the epilogue's graph.
       in_place: as in `Call`, without those that nothing may overwrite.
     """
-    assert route.plan
     epilogues = [] if outputs is not None else _epilogues(request, route)
     written = [*chain.from_iterable(x.written for x in epilogues)] if outputs is None else outputs
     aliases: dict[int, int] = {}
@@ -177,7 +176,7 @@ def _named(name: str) -> Primitive:
 def _lower_launch(
     ctx: mlir.LoweringRuleContext, *values: Any, route: Route, aliases: Any, outs: Any
 ) -> Any:
-    assert route.gemm and route.spec and route.plan
+    assert route.gemm and route.spec
     attributes = product_attributes(route.gemm.problem, route.spec, route.plan)
     return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(
         ctx, *values, **attributes

@@ -33,7 +33,7 @@ class Route:
     # What decided: "table", "user table", "model", or "unsupported" where no kernel can run it.
     source: str
     gemm: Gemm | None = None  # its canonical form, where it has one
-    spec: GemmSpec | None = None  # the kernel; like its order and plan None with "xla"
+    spec: GemmSpec | None = None  # the kernel; like its order None with "xla"
     raster_order: RasterOrder | None = None
     num_sms: int = 0  # that the launch may use
     fusion: Fusion | None = None  # what of the epilogue the kernel computes
@@ -43,10 +43,9 @@ class Route:
     apart: tuple[Route, ...] = ()
 
     @cached_property
-    def plan(self) -> LaunchPlan | None:
+    def plan(self) -> LaunchPlan:
         """The kernel's launch, made when it is emitted: most routes are only weighed."""
-        if not (self.gemm and self.spec and self.raster_order):
-            return None
+        assert self.gemm and self.spec and self.raster_order
         return make_plan(self.gemm.problem, self.spec, self.raster_order, self.num_sms)
 
     @property

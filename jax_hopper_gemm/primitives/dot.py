@@ -52,7 +52,6 @@ def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:
 
 
 def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
-    """The product as XLA computes it."""
     dot, params = dot_general_of(product)
     left, right = _ordered(dot, lhs, rhs)
     narrow = left.dtype == right.dtype == jnp.bfloat16

@@ -79,10 +79,7 @@ def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> C
 
 
 def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
-    """Returns how `hopper_fused_p` is lowered, which stands for `reference`.
-
-    With `by_xla=False` products of that are ours.
-    """
+    """Returns how `hopper_fused_p` is lowered, which stands for `reference`."""
     apart = lower_fun_once(partial(reference, by_xla=False))
 
     def for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
@@ -96,11 +93,11 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         if not sharding.applies(ctx):
             return None
-        emitted = None
         if not params["product"].batch:  # else by its products, which are mapped
             call = _call_of(ctx, values, params).readable(ctx)
-            if route := route_partitioned(ctx, call):
-                emitted = emit_fused(ctx, call, route)
-        return emitted or apart(ctx, *values, **params)
+            route = route_partitioned(ctx, call)
+            if route and (emitted := emit_fused(ctx, call, route)):
+                return emitted
+        return apart(ctx, *values, **params)
 
     return Lowering(for_cuda, partitioned)

@@ -137,7 +137,6 @@ class RowBlocks:
     rows: jax.Array  # of each row of a block the row it is, int32; of padding one not there
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Returns the rows of an array in blocks."""
         return x.at[self.rows].get(mode="fill", fill_value=0)
 
 
