@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from .op_table import SAME
 
 # Linear operations on elements; besides these a product and a quotient by what is no accumulator's.
 _LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "live_rows", *SAME}
+_size = attrgetter("itemsize")  # of a dtype
 
 
 @dataclass(frozen=True)
@@ -294,10 +296,6 @@ def alive_after(
 
 def _is_complex(variable: Any) -> bool:
     return np.issubdtype(variable.aval.dtype, np.complexfloating)
-
-
-def _size(dtype: np.dtype) -> int:
-    return dtype.itemsize
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

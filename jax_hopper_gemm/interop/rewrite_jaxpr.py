@@ -109,9 +109,8 @@ def traced_call(
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the closed jaxpr of a call, its inputs, and a function from outputs to the result.
 
-    Args:
-      args, kwargs: trees of arrays, `jax.ShapeDtypeStruct`s and anything else, which is passed to
-        the function unchanged.
+    `args` and `kwargs` are trees of arrays, `jax.ShapeDtypeStruct`s and anything else, which is
+    passed to the function unchanged.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     results: list[Any] = []

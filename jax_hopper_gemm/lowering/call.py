@@ -189,10 +189,13 @@ def product_at(value: Any) -> Call | None:
     )
     invariant, rule = BATCH_INVARIANT in found, spans and Groups(*map(int, spans.split(",")))
     options = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
+    whole = [  # before they were cut into parts, if they were
+        x.owner.operands[0] if CUT in getattr(x.owner, "attributes", ()) else x
+        for x in operation.operands
+    ]
     return call_between(
-        subscripts, options, list(map(_whole, operation.operands)), value,
-        rule=rule, gathered=gathered, indexed=indexed,
-    )  # fmt: skip
+        subscripts, options, whole, value, rule=rule, gathered=gathered, indexed=indexed
+    )
 
 
 def call_between(
@@ -229,11 +232,6 @@ def call_between(
         asked, read = {"indexed": indexed, "stack": stack}, {"index": others[0]}
     request = Request(subscripts, shapes["a"], a, shapes["b"], b, d, options, **asked)
     return Call(request, (lhs, rhs), **read)
-
-
-def _whole(value: Any) -> Any:
-    """Returns the operand of a product, before it was cut into parts if it was."""
-    return value.owner.operands[0] if CUT in getattr(value.owner, "attributes", ()) else value
 
 
 def is_launch(value: Any) -> bool:

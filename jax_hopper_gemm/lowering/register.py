@@ -37,7 +37,7 @@ class Lowering:
 def register_lowering(
     primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
 ) -> None:
-    """Registers one rule for all platforms; arguments are as in `primitives.define`."""
+    """Registers one rule for all platforms; arguments are as of `define_primitive`."""
     to_xla = lower_fun_once(reference)
     if (for_cuda := lowering.cuda) is None:
         mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)

@@ -32,7 +32,6 @@ def one_by_one(*args: jax.Array, **params: Any) -> list[jax.Array]:
 
     Args:
       *args: the left operand, the right ones, operands of all epilogues.
-      product: how each product comes from two operands.
       functions: the epilogues, or ().
       in_place: of each result the operand whose memory it may take, as `Call` has it, or ().
     """

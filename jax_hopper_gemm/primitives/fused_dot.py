@@ -135,9 +135,7 @@ def _by_rows(
 ) -> Any:
     """Returns `function` of products and operands, those `by_group` taken to the rows.
 
-    Args:
-      dtype: in which gradients by these are summed.
-      *args: products, sizes, operands.
+    `args` are products, sizes, operands; gradients by those `by_group` are summed in `dtype`.
     """
     count = len(args) - 1 - len(by_group)
     products, sizes, operands = args[:count], args[count], args[count + 1 :]
