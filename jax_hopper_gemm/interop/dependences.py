@@ -130,7 +130,7 @@ class Dependences:
             elif number not in self._by_xla:
                 read.update(inputs)
         read |= self.program.returned
-        # Variables of regions: arrays in memory, whatever computes them; others that XLA reads.
+        # Variables of regions: arrays in memory, and others that XLA computes where it reads them.
         self.read = self._sorted_by_equation(read)
         self.passing = self._sorted_by_equation(passing - read)
 
