@@ -1,9 +1,7 @@
 """The kernels that are worth considering for a type of problems, made of `configs`.
 
 `model_specs` is small and closed: what the cost model may choose with no measurement, so that all
-of it can be built ahead (`table_specs`); a part of it is for some problems (`config_sets`).
-`tuner_specs` is wide: what a measurement may find better (`legal_specs`, for one problem).
-`filled_spec` gives a configuration as many stages as fit.
+of it can be built ahead. `tuner_specs` is wide: what a measurement may find better.
 """
 
 from __future__ import annotations
@@ -88,12 +86,10 @@ def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
 
 def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for batches of small matrices, legal or not."""
     return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
 
 
 def medium_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for medium products (`is_medium`), legal or not."""
     return MEDIUM_CONFIGS if _is_dense_half(problem_type) else ()
 
 
@@ -173,7 +169,6 @@ def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
 
 
 def config_sets(problem: GemmProblem) -> list[ConfigsOf]:
-    """Returns the sets of configurations, by type, that a problem's kernels are chosen from."""
     return [configs_of for configs_of, serves in CONFIG_SETS.items() if serves(problem)]
 
 
@@ -377,7 +372,6 @@ def problem_types(
 
 
 def measured_specs(device: Device) -> list[GemmSpec]:
-    """Returns the kernels of the tables for a kind of GPU."""
     tables = tables_of(replace(device, comm_overlap=False))
     return [entry.spec for table in tables for entry in table.entries.values()]
 

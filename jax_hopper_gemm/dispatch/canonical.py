@@ -47,13 +47,11 @@ class ShapedProduct:
 
     @property
     def extents(self) -> dict[str, int]:
-        """The extent of each letter."""
         extents = self.subscripts.extents(self.lhs_shape, self.rhs_shape)
         return {GROUP: self.groups.matrices} | extents if self.groups else extents
 
     @property
     def gate_up(self) -> str:
-        """The letter that tells gate from up in a right operand that holds both, or ""."""
         return gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up
 
     @property

@@ -9,8 +9,6 @@ epilogue loads a matrix or the product is gated.
 
 Grouped products have entries of their own, and do not go to XLA unless one says so: on an H200
 its `ragged_dot` reached 6 to 99 TFLOP/s of some 820.
-
-Nothing is timed here; the same problem, device and tables give the same answer.
 """
 
 from __future__ import annotations
@@ -61,12 +59,10 @@ class Decision:
 
     @classmethod
     def unsupported(cls, reasons: Sequence[str]) -> Decision:
-        """Returns the decision of a problem that no kernel of ours can run."""
         return cls(None, None, "; ".join(reasons), "unsupported")
 
     @classmethod
     def xla(cls, reason: str, source: Source = "model") -> Decision:
-        """Returns the decision that XLA computes the product."""
         return cls(None, None, reason, source)
 
 

@@ -39,7 +39,6 @@ class Config:
 
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
-        """Returns the configuration of a kernel."""
         alike = (field.name for field in fields(cls) if field.name != "k_bytes")
         named = {name: getattr(spec, name) for name in alike}
         return cls(k_bytes=spec.tile_k * spec.a_itemsize, **named)

@@ -9,10 +9,10 @@ waves of tiles, or device memory where that is slower.
 The form is the hardware's; the constants marked "fitted" are least squares over 1,900 kernels
 timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight on the fastest
 of each problem. On these same problems the kernel of least cost was 1 % slower than the fastest
-on average and 3 % at most; costs of good kernels were within 5 % of their
-times, nine out of ten. Of the streams of `benchmarks/few_rows.py`, 1 to 64 rows, that of least cost
-was 0.2 % slower than the fastest on average and 4 % at most. None of them had an epilogue. Loads
-and split-K were fitted again to 900 random products.
+on average and 3 % at most; costs of good kernels were within 5 % of their times, nine out of ten.
+Of the streams of `benchmarks/few_rows.py`, 1 to 64 rows, that of least cost was 0.2 % slower than
+the fastest on average and 4 % at most. None of them had an epilogue. Loads and split-K were fitted
+again to 900 random products.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class Estimate(NamedTuple):
 def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
-    """Returns the expected cost of `spec`'s kernel on `problem`."""
     return _estimate(problem, spec, (raster_order,), device)
 
 

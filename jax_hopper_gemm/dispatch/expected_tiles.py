@@ -65,12 +65,6 @@ def expected_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
     return _pieces(problem, spec.tile_m, grid.tiles_n(problem, spec))
 
 
-def expected_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
-    """Returns the same of tiles that a cluster computes together."""
-    along_n = grid.ceil_div(grid.tiles_n(problem, spec), spec.raster_n)
-    return _pieces(problem, spec.tile_m * spec.raster_m, along_n)
-
-
 def _pieces(problem: GemmProblem, rows: int, along_n: int) -> int:
     """Returns the pieces of so many rows that D is cut into, `along_n` side by side."""
     p = equal_groups(problem)
@@ -127,7 +121,9 @@ class Shared(NamedTuple):
 
 def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
     """Returns the waves of a launch; those to expect where its rows are grouped."""
-    tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
+    along_n = grid.ceil_div(grid.tiles_n(problem, spec), spec.raster_n)
+    tiles = _pieces(problem, spec.tile_m * spec.raster_m, along_n)
+    resident = grid.max_clusters(spec, device.num_sms)
     number, k_tiles = grid.ceil_div(tiles, resident), grid.num_k_tiles(problem, spec)
     numbers = tiles, k_tiles, problem.k, resident
     shared = Shared(*each_where(spec.split_k, _split_k_work, *numbers, other=NOT_SHARED))

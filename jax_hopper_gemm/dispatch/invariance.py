@@ -48,11 +48,8 @@ def invariant_specs(problem: GemmProblem, device: Device) -> list[GemmSpec]:
     best, _ = best_kernel(typical, device, specs)
     if best is None:
         return []
-    return [spec for spec in specs if _columns(spec) == _columns(best.spec)]
-
-
-def _columns(spec: GemmSpec) -> tuple[int, int]:
-    return spec.tile_n, spec.epi_tile_n
+    columns = best.spec.tile_n, best.spec.epi_tile_n
+    return [spec for spec in specs if (spec.tile_n, spec.epi_tile_n) == columns]
 
 
 def _with_rows(problem: GemmProblem) -> GemmProblem:

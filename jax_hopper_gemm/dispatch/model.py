@@ -6,7 +6,7 @@ outlines -> cost -> candidates in its order -> legal -> cost
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -66,8 +66,6 @@ LOOSE_STORES = 1.2  # passes over D that it takes longer where D's rows are so; 
 FMA_SIDE, FMA_K, FMA_FILLED = 2048, 1024, 0.93
 WAITING_K = 4096  # K from which SMs without a tile cost more than XLA loses by splitting it
 WAITING_RATIO = 1.8  # times the roofline
-
-XlaRule = Callable[[GemmProblem, Estimate, Device], str | None]
 
 
 class Best(NamedTuple):
@@ -171,11 +169,16 @@ def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str |
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
     if problem.rounds_operands:
         return slower_than_in_tf32(problem, cost.ns, device)
-    fit = fit_for(with_whole_rows(without_epilogue(problem)), device)
-    for rule in (lags,) if fit else RULES:
-        if reason := rule(problem, cost, device):
-            return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
-    return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
+    copied_ns = copying_ns(problem)
+    ns = cost.ns + copied_ns
+    if fit_for(with_whole_rows(without_epilogue(problem)), device):
+        what = "copies and our best kernel are" if copied_ns else "our best kernel is"
+        reason = _lags(problem, ns, device, what)
+    else:
+        reason = next(filter(None, (rule(problem, cost, device) for rule in RULES)), None)
+    if reason:
+        return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
+    return _slower_than_two_steps(problem, ns, device) if problem.epilogue else None
 
 
 def without_epilogue(problem: GemmProblem) -> GemmProblem:
@@ -185,14 +188,8 @@ def without_epilogue(problem: GemmProblem) -> GemmProblem:
     return replace(p, n=columns, epilogue=None, operands=(), up_offset=None)
 
 
-def lags(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
-    """Plain products that our best kernel may well be slower at, by the fit."""
-    copied_ns = copying_ns(problem)
-    what = "copies and our best kernel are" if copied_ns else "our best kernel is"
-    return _lags(problem, best.ns + copied_ns, device, what)
-
-
 def _lags(problem: GemmProblem, ns: float, device: Device, what: str) -> str | None:
+    """Returns why a product may well be slower by our best kernel, by the fit."""
     xla = xla_time(problem, device)
     if xla is None or xla.limit_ns >= ns:
         return None
@@ -366,15 +363,11 @@ def slower_than_in_tf32(problem: GemmProblem, ns: float, device: Device) -> str 
     return "XLA's time in TF32 has not been measured on such a GPU"
 
 
-RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
-
-
-def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
-    """XLA's product and then its epilogue, where they are expected to be faster."""
-    return _slower_than_two_steps(problem, cost.ns + copying_ns(problem), device)
+RULES = by_fma_units, not_measured, thin, split_by_xla, waits
 
 
 def _slower_than_two_steps(problem: GemmProblem, ns: float, device: Device) -> str | None:
+    """Returns why XLA's product and then its epilogue are expected to be faster, if they are."""
     two_steps = two_steps_ns(problem, device)
     if ns <= two_steps:
         return None

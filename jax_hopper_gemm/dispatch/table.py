@@ -11,10 +11,9 @@
         "kernel_us": 172.1, "xla_us": 174.7}]}
 
 `kernel` holds the fields of `GemmSpec` that the problem does not fix, of `_OPTIONAL` ones those
-that are not the default. An entry that prefers
-"xla" names our best kernel too, for callers who insist on one. Times are medians, or null. The
-entry of a grouped product has "grouped", "m" or "k", besides: its "l" groups have "m" rows, or a
-K of "k", on average.
+that are not the default. An entry that prefers "xla" names our best kernel too, for callers who
+insist on one. Times are medians, or null. The entry of a grouped product has "grouped", "m" or "k",
+besides: its "l" groups have "m" rows, or a K of "k", on average.
 """
 
 from __future__ import annotations
@@ -325,9 +324,6 @@ def tables_of(device: Device) -> tuple[Table, ...]:
     """Returns the tables for a kind of GPU, the first of which that has a problem decides.
 
     Those of an H200 are the last of any GPU of as many SMs.
-
-    Raises:
-      TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
     devices = (device,) if device.gpu == "H200" else (device, replace(device, gpu="H200"))
     tables = ((d, table) for d in devices for table in (*_environment_tables(), packaged_table(d)))
@@ -336,7 +332,6 @@ def tables_of(device: Device) -> tuple[Table, ...]:
 
 @functools.cache
 def _environment_tables() -> tuple[Table, ...]:
-    """Returns the user's table, if the environment names one."""
     path = os.environ.get(TABLE_VARIABLE)
     if not path:
         return ()

@@ -126,7 +126,6 @@ def _is_surveyed_batch(problem: GemmProblem) -> bool:
 
 
 def fit_for(problem: GemmProblem, device: Device) -> Fit | None:
-    """Returns the fit for a product on a kind of GPU, if there is one."""
     kind = surveyed_kind(problem, device)
     return read_fit(kind, device.num_sms) if kind else None
 

@@ -308,12 +308,13 @@ class _Cut:
         labels = self._request(result)
         combine = jnp.max if reduction.kind.endswith("max") else jnp.sum
         grouped = self._tracker.grouped
-        sizes = (grouped.sizes,) if grouped and grouped.mask and grouped.sizes else ()
+        mask = grouped and grouped.mask
+        sizes = (grouped.sizes,) if grouped and mask and grouped.sizes else ()
 
         def compute(finished: Finished, *sizes: Any) -> list[Any]:
             array = finished[result]
-            if grouped:  # the kernel's reductions include rows of no group
-                array = grouped.masked(array, *sizes)
+            if mask:  # the kernel's reductions include rows of no group
+                (array,) = mask.evaluate(array, *sizes)
             reduced = [
                 i for i, x in enumerate(labels)
                 if x not in reduction.axes and array.shape[i] > 1

@@ -65,7 +65,6 @@ class Equation:
         return self.primitive.name
 
     def evaluate(self, *arrays: Any) -> Sequence[Any]:
-        """Returns the outputs."""
         if self.name in VARYING:
             return arrays
         params = self.primitive.get_bind_params(self.params)

@@ -75,7 +75,6 @@ class Builder:
         return None
 
     def node(self, op: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """Returns the value of an operation."""
         simplified = self._simplified(op, args, params)
         return self._node(Node(op, args, params)) if simplified is None else simplified
 

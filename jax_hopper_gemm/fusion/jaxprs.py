@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,6 +54,11 @@ def traced(function: Callable[..., Any], *avals: Any, lower: bool = False) -> Cl
     return core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def renamed(atoms: Iterable[Any], names: dict[Any, Any]) -> list[Any]:
+    """Returns atoms; in the place of variables that have another name that one."""
+    return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+
+
 def spliced(equation: Any, closed: ClosedJaxpr, source: bool = True) -> list[Any]:
     """Returns the equations of a jaxpr without constants, to stand in the place of an equation.
 
@@ -67,16 +72,15 @@ def spliced(equation: Any, closed: ClosedJaxpr, source: bool = True) -> list[Any
     pairs = zip(jaxpr.outvars, equation.outvars, strict=True)
     names |= {x: out for x, out in pairs if not isinstance(out, DropVar)}
 
-    def named(atoms: Sequence[Any]) -> list[Any]:
-        return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
-
     def source_of(step: Any) -> Any:
         outer, own = equation.source_info, step.source_info
         return outer if source else own.replace(name_stack=outer.name_stack + own.name_stack)
 
     return [
         step.replace(
-            invars=named(step.invars), outvars=named(step.outvars), source_info=source_of(step)
+            invars=renamed(step.invars, names),
+            outvars=renamed(step.outvars, names),
+            source_info=source_of(step),
         )
         for step in jaxpr.eqns
     ]

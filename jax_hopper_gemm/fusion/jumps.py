@@ -64,7 +64,10 @@ class _Search:
             elif not sources:
                 continue
             elif name in CALLS:
-                self._follow_call(equation, equation.params[CALLS[name]].jaxpr)
+                jaxpr = equation.params[CALLS[name]].jaxpr
+                self._pass(atoms, jaxpr.invars)
+                self.follow(jaxpr.eqns)
+                self._pass(jaxpr.outvars, equation.outvars)
             else:
                 jumps = _jumps(equation) or self._rounds(equation, sources)
                 if (jumps or name in self._kinks) and not self._is_kept(equation):
@@ -73,11 +76,6 @@ class _Search:
                     self._sources |= dict.fromkeys(equation.outvars, sources)
                     if (source := self._multiple(name, atoms)) is not None:
                         self._multiple_of[equation.outvars[0]] = source
-
-    def _follow_call(self, equation: Any, jaxpr: Any) -> None:
-        self._pass(equation.invars, jaxpr.invars)
-        self.follow(jaxpr.eqns)
-        self._pass(jaxpr.outvars, equation.outvars)
 
     def _pass(self, atoms: Sequence[Any], variables: Sequence[Any]) -> None:
         for atom, variable in zip(atoms, variables, strict=True):
@@ -147,7 +145,6 @@ def _jumps(equation: Any) -> bool:
 
 
 def tests_for_infinity(equation: Any) -> bool:
-    """Whether an equation asks whether numbers are infinite."""
     if equation.primitive.name in COMPARISONS:
         return any(map(_is_infinite, equation.invars))
     return equation.primitive.name == "is_finite"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -26,26 +27,20 @@ from .op_table import SAME
 
 # Linear operations on elements; besides these a product and a quotient by what is no accumulator's.
 _LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "live_rows", *SAME}
+_size = attrgetter("itemsize")  # of a dtype
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """The derivative of an epilogue.
+    """The derivative of an epilogue."""
 
-    Attributes:
-      moving: which of the epilogue's outputs have a tangent: of others it is zero, as of a sign.
-      jaxpr: of the residuals, the operands that it needs, and tangents, in which it is linear. Its
-        outputs are the tangents of the `moving` outputs.
-      residuals: computes the residuals from the epilogue's inputs.
-      accumulators: for each residual, the number of the accumulator that it is, or None.
-      operands: which of the epilogue's operands it needs.
-    """
-
-    moving: tuple[bool, ...]
+    moving: tuple[bool, ...]  # which outputs have a tangent: of others it is zero, as of a sign
+    # Of the residuals, the operands that it needs, and tangents, in which it is linear. Its outputs
+    # are the tangents of the `moving` outputs.
     jaxpr: ClosedJaxpr
-    residuals: ClosedJaxpr
-    accumulators: tuple[int | None, ...]
-    operands: tuple[bool, ...]
+    residuals: ClosedJaxpr  # computes the residuals from the epilogue's inputs
+    accumulators: tuple[int | None, ...]  # for each residual, which accumulator it is, or None
+    operands: tuple[bool, ...]  # which of the epilogue's operands it needs
 
 
 @memoised
@@ -223,7 +218,6 @@ class _Cut:
         return sum(x.itemsize for x in (*full, *self.dtypes(values))), len(operands) - len(full)
 
     def dtypes(self, values: Sequence[Any]) -> list[np.dtype]:
-        """Returns the dtypes in which values are kept."""
         kept = [
             self._dtype if x.aval.dtype == bool else min(x.aval.dtype, self._dtype, key=_size)
             for x in values
@@ -302,10 +296,6 @@ def alive_after(
 
 def _is_complex(variable: Any) -> bool:
     return np.issubdtype(variable.aval.dtype, np.complexfloating)
-
-
-def _size(dtype: np.dtype) -> int:
-    return dtype.itemsize
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

@@ -65,13 +65,6 @@ class GroupedProgram:
             return bool(np.asarray(atom.value) == 0)
         return atom in self._zero
 
-    def masked(self, array: Any, *sizes: Any) -> Any:
-        """Returns an array of rows with 0 in the rows of no group."""
-        if self.mask is None:
-            return array
-        (masked,) = self.mask.evaluate(array, *sizes)
-        return masked
-
     def is_segment_mask(self, equation: Equation) -> bool:
         """Whether an equation puts 0 in the rows of no group of the product."""
         return equation.name == "live_rows" and self._same_groups(equation)

@@ -153,7 +153,13 @@ class Tracker:
         if name in ("stack", "concatenate"):
             return self._stack(equation)
         axes = self._common_axes(equation)
-        return [Tracked(self._apply(equation, axes), axes)]
+        values = [
+            self._of(atom).value
+            if self.depends(atom)
+            else self._free.value(atom, axes if atom.shape else ())
+            for atom in equation.inputs
+        ]
+        return [Tracked(op_table.apply(self.builder, equation, values), axes)]
 
     def _of(self, atom: Atom) -> Tracked:
         assert isinstance(atom, Variable)
@@ -190,15 +196,6 @@ class Tracker:
         if len(shape) == len(place.out) and shape[dimension] == place.extents[place.out[dimension]]:
             return place.out[dimension]
         raise Uncovered(equation.name)
-
-    def _apply(self, equation: Equation, axes: Axes) -> int:
-        values = [
-            self._of(atom).value
-            if self.depends(atom)
-            else self._free.value(atom, axes if atom.shape else ())
-            for atom in equation.inputs
-        ]
-        return op_table.apply(self.builder, equation, values)
 
     # Operations that are results of the kernel.
 

@@ -24,28 +24,17 @@ class Dependences:
     Args:
       program: the equations and results of a jaxpr.
       alone: numbers of products that stay without a region.
-
-    Attributes:
-      program, alone: as given.
-      kinds: of the equations; "other" are those that no region computes.
-      makers: by variable that a region may compute, the number of its equation.
-      products: numbers of the equations that are products, by bit.
-      before: by bit, the products that a product depends on.
-      of: by variable, the products that it depends on in any way.
-      cone: by variable, those that it depends on elementwise.
-      statistics: by variable without a cone, those whose rows' statistics it is made of.
-      read: variables of regions that are arrays in memory, whatever computes them; in order.
-      passing: others that XLA reads, but computes where it reads them.
     """
 
     def __init__(self, program: Program, alone: Iterable[int] = ()):
         self.program, self.alone = program, frozenset(alone)
-        self.kinds: list[Kind] = []
-        self.makers: dict[Any, int] = {}
-        self.products: list[int] = []
-        self.before: list[int] = []
-        self.of: dict[Any, int] = {}
-        self.cone: dict[Any, int] = {}
+        self.kinds: list[Kind] = []  # of the equations; "other": no region computes them
+        self.makers: dict[Any, int] = {}  # by variable that a region may compute
+        self.products: list[int] = []  # numbers of the equations that are products, by bit
+        self.before: list[int] = []  # by bit, the products that a product depends on
+        self.of: dict[Any, int] = {}  # by variable, the products that it depends on in any way
+        self.cone: dict[Any, int] = {}  # by variable, those that it depends on elementwise
+        # By variable without a cone, those whose rows' statistics it is made of.
         self.statistics: dict[Any, int] = {}
         self._without_products: set[Any] = set()  # matrices that a region may compute
         self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
@@ -57,7 +46,8 @@ class Dependences:
     def _follow(self, number: int, kind: Kind) -> None:
         """Finds an equation's kind here, and what it computes depends on."""
         equation, inputs = self.program.equations[number], self.program.inputs[number]
-        if kind == "other" and self._converts_product(number):
+        converts = kind == "other" and converts_sums(equation)
+        if converts and any(self.kind(x) == "product" for x in inputs):
             kind = "elementwise"
         if kind == "product" and number in self.alone:
             kind = "other"
@@ -118,12 +108,6 @@ class Dependences:
                 pending += self.inputs(x) if x in self._without_products else ()
         return seen - self._without_products
 
-    def _converts_product(self, number: int) -> bool:
-        """Whether an equation converts a product of integers to floats."""
-        if not converts_sums(self.program.equations[number]):
-            return False
-        return any(self.kind(x) == "product" for x in self.program.inputs[number])
-
     def _find_read(self) -> None:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read, passing = set[Any](), set[Any]()
@@ -146,6 +130,7 @@ class Dependences:
             elif number not in self._by_xla:
                 read.update(inputs)
         read |= self.program.returned
+        # Variables of regions: arrays in memory, and others that XLA computes where it reads them.
         self.read = self._sorted_by_equation(read)
         self.passing = self._sorted_by_equation(passing - read)
 

@@ -32,13 +32,9 @@ from .wide import Function, widened
 
 
 def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns equations and results of the same meaning, with products that have epilogues.
+    """Returns equations and results of a jaxpr, whose products, those of ours, have epilogues.
 
     A product takes along what the cost model expects to be faster in its kernel than in XLA.
-
-    Args:
-      equations: of a jaxpr, products among them ours.
-      results: what it returns.
     """
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)
@@ -221,7 +217,6 @@ def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any])
 def _refusal(
     products: Sequence[Any], region: Region, launch: Any, device: Device
 ) -> Refusal | None:
-    """Returns why XLA should compute what follows a region's products; None if a kernel should."""
     atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
     requests = tuple(map(request_of, products))
     moved, again = (sum(nbytes(x) for x in group) for group in (atoms, region.kept))
@@ -254,7 +249,8 @@ def expected_us(
         zeros = ", as rows of no group are 0 in what it stores" if of_rows else ""
         return Refusal(f"no kernel computes {', '.join(whole.uncovered)}{zeros}")
     if whole.path != "hopper":
-        return Refusal(whole.reason, of_less=whole.is_measured)
+        # A table decides of the plain product, whatever its epilogue is.
+        return Refusal(whole.reason, of_less=whole.source in ("table", "user table"))
     alone = [route(request, device, kernel_only=True) for request in products]
     for x in alone:
         if x.path != "hopper":
@@ -306,9 +302,6 @@ def _ordered(
     """Returns the equations of a program with its regions, each where its last equation was.
 
     Equations that nothing reads any more are left out.
-
-    Raises:
-      NoPlace: a region reads what is computed from its own outputs.
     """
     kinds, program = dependences.kinds, dependences.program
     within = {number: region for region in launches for number in region.products}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from ..dispatch import Device
-from ..fusion.jaxprs import CALLS, spliced, traced_once
+from ..fusion.jaxprs import CALLS, renamed, spliced, traced_once
 from ..fusion.residuals import variables
 from ..gemm.groups import is_varlen_k
 from ..lowering.route import route
@@ -24,11 +24,7 @@ from .kinds import PRODUCTS, kind_of
 def of_one_array(launch: Any, makers: dict[Any, Any], device: Device) -> Any:
     """Returns a launch; of a gate of both halves of one array, in order, one that reads the array.
 
-    XLA would copy the halves for a kernel.
-
-    Args:
-      launch: a `hopper_fused` equation.
-      makers: by variable, the equation that makes it.
+    XLA would copy the halves for a kernel. `launch` is a `hopper_fused` equation.
     """
     product, params = launch.params["product"], launch.params
     if params["num_b"] != 2 or product.options.recipe:
@@ -68,15 +64,10 @@ def _half(x: Any, makers: dict[Any, Any]) -> tuple[Any, int, int] | None:
 
 @dataclass(frozen=True)
 class Halved:
-    """A product that stands as two, by the halves of its weights.
+    """A product that stands as two, by the halves of its weights."""
 
-    Attributes:
-      whole: its equation.
-      numbers: of the equations of the two.
-    """
-
-    whole: Any
-    numbers: tuple[int, ...]
+    whole: Any  # its equation
+    numbers: tuple[int, ...]  # of the equations of the two
 
 
 def with_halves(
@@ -84,10 +75,8 @@ def with_halves(
 ) -> tuple[list[Any], list[Any], list[Halved]]:
     """Returns the equations and results with two products for each that the program cuts in two.
 
-    Elementwise equations may come between a product and its cut, as those of a bias.
-
-    Args:
-      may_be_a_gate: of a product that is cut so; where it says no, the product stays whole.
+    Elementwise equations may come between a product and its cut, as those of a bias. A product that
+    is cut so and no `may_be_a_gate` stays whole.
     """
     axes = _axes_of_cuts(equations, results)
     cut = {x.outvars[0] for x in equations if _may_be_halved(x, axes) and may_be_a_gate(x)}
@@ -104,7 +93,7 @@ def with_halves(
             halving.add_elementwise(equation)
         else:
             halving.add_cut(equation)
-    return halving.equations, halving.read(results), found
+    return halving.equations, renamed(results, halving.names), found
 
 
 def _axes_of_cuts(equations: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
@@ -162,28 +151,21 @@ def _may_be_halved(equation: Any, axes: dict[Any, int]) -> bool:
 
 
 class _Halving:
-    """Equations of halves in the place of others.
-
-    Attributes:
-      equations: the new ones.
-      halves: by variable that they do not compute, the two that they compute in its place.
-    """
+    """Equations of halves in the place of others."""
 
     def __init__(self, axes: dict[Any, int]):
         self._axes = axes
-        self._names: dict[Any, Any] = {}
+        self.names: dict[Any, Any] = {}
         self._broadcasts: dict[Any, Any] = {}  # equations, by what they make
         self._parts: dict[Any, tuple[Any, Any]] = {}  # of others, by variable and axis
-        self.equations: list[Any] = []
+        self.equations: list[Any] = []  # the new ones
+        # By variable that they do not compute, the two that they compute in its place.
         self.halves: dict[Any, tuple[Any, Any]] = {}
-
-    def read(self, atoms: Sequence[Any]) -> list[Any]:
-        return [x if isinstance(x, Literal) else self._names.get(x, x) for x in atoms]
 
     def renamed(self, equation: Any) -> Any:
         if equation.primitive is lax.broadcast_in_dim_p:
             self._broadcasts[equation.outvars[0]] = equation
-        inputs = self.read(equation.invars)
+        inputs = renamed(equation.invars, self.names)
         return equation if inputs == equation.invars else equation.replace(invars=inputs)
 
     def add_products(self, equation: Any) -> tuple[int, int]:
@@ -217,12 +199,11 @@ class _Halving:
         """Lets what an equation cuts out of a variable be a half of it."""
         (x,), outs = equation.invars, equation.outvars
         if equation.primitive is lax.slice_p and any(equation.params["start_indices"]):
-            self._names[outs[0]] = self.halves[x][1]
+            self.names[outs[0]] = self.halves[x][1]
         else:
-            self._names.update(zip(outs, self.halves[x], strict=False))
+            self.names.update(zip(outs, self.halves[x], strict=False))
 
     def _halves_of(self, x: Any, equation: Any) -> tuple[Any, Any]:
-        """Returns the halves of an input of an elementwise equation."""
         axis = self._axes[equation.outvars[0]]
         if x.aval.ndim == 0 or x.aval.shape[axis] == 1:
             return x, x

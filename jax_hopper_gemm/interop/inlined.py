@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from ..fusion.jaxprs import CALLS
+from ..fusion.jaxprs import CALLS, renamed
 from ..fusion.residuals import variables
 from .kinds import is_inlined
 
@@ -73,10 +73,6 @@ def with_constants(
 ) -> tuple[list[Any], list[Any]]:
     """Returns equations and results with the arrays that `inlined` put variables for."""
     names = dict(held.values())
-
-    def put(atoms: Iterable[Any]) -> list[Any]:
-        return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
-
     if names:
-        equations = [equation.replace(invars=put(equation.invars)) for equation in equations]
-    return equations, put(results)
+        equations = [x.replace(invars=renamed(x.invars, names)) for x in equations]
+    return equations, renamed(results, names)

@@ -20,14 +20,12 @@ Along = OneOf["rows", "columns"]  # what a reduction takes together
 
 LAYOUTS = ("broadcast_in_dim", "reshape", "squeeze")  # of what meets a product
 # Operations that XLA computes together with what their operands come from.
-FUSED_BY_XLA = frozenset(
-    {
-        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
-        "convert_element_type", "dynamic_slice", "gather", "pad", "reduce_and", "reduce_max",
-        "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev", "slice", "split",
-        "squeeze", "transpose",
-    }
-)  # fmt: skip
+FUSED_BY_XLA = {
+    "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
+    "convert_element_type", "dynamic_slice", "gather", "pad", "reduce_and", "reduce_max",
+    "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev", "slice", "split",
+    "squeeze", "transpose",
+}  # fmt: skip
 PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)
 HELD = frozenset(map(jnp.dtype, EPILOGUE))  # with which kernels compute
 CONVERTED = HELD | frozenset(map(jnp.dtype, QUANTIZED))
@@ -35,7 +33,6 @@ SUMS = names("sum")  # integers that products are, and nothing else in a kernel
 
 
 def kind_of(equation: Any) -> Kind:
-    """Returns what an equation is to a kernel."""
     name = equation.primitive.name
     if getattr(equation.ctx, "compute_type", None):  # `compute_on` says where it runs
         return "other"

@@ -24,11 +24,8 @@ def in_place(region: Region, equations: Sequence[Any], first: int) -> tuple[int 
     """Returns for each result of a region the operand whose memory it may take, or None.
 
     It is one that the result is made of and that nothing else reads, as a moment of an optimizer.
-    What is made of the fewest chooses first.
-
-    Args:
-      equations: of the program.
-      first: the number of the region's first operand among those of its kernel.
+    What is made of the fewest chooses first. Of the kernel's operands the `first` of the region has
+    this number.
     """
     if not region.last_read:
         return ()
@@ -54,10 +51,6 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
     XLA copies an array that something may read after it was overwritten. So an update waits for
     these products: it takes its arrays through a barrier with results of the last of them. It need
     not where it depends on them anyway, and cannot where one of them needs what it computes.
-
-    Args:
-      equations: of a jaxpr, in order.
-      results: what it returns.
     """
     updates = {i: found for i, x in enumerate(equations) if (found := _overwritten(x))}
     if not updates:
@@ -113,11 +106,7 @@ def _waiting(
 ) -> list[Any]:
     """Returns equations in order, but for updates, which wait until others have run.
 
-    Args:
-      makers: numbers of the equations, by what they return.
-      waits: by the number of an update and of an input that it overwrites, the equations that read
-        that input.
-      last_of: returns a variable of each of some equations that no other one of them depends on.
+    The arguments are what `updates_ordered` calls so.
     """
     waiting: dict[int, None] = {}
     ordered, done = list[Any](), set[int]()

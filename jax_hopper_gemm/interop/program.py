@@ -13,30 +13,19 @@ from .kinds import SUMS, Along, Kind, kind_of, meets
 
 @dataclass(eq=False)
 class Region:
-    """What one kernel computes.
+    """What one kernel computes."""
 
-    Attributes:
-      products: numbers of the equations of its products, two of a gate.
-      bits: the same as a mask of products.
-      outputs: the variables that it stores; the last ones are
-      kept: those that nothing reads but what is computed anew.
-      equations: numbers of its equations, in order, the products left out.
-      operands: the other variables that they read.
-      last_read: operands that nothing else reads, or that the program may have been given to
-        overwrite: an argument of which the region makes a result.
-      sums: along which axes it reduces, "columns" for statistics of rows.
-      whole: whether all that it reads is in memory.
-    """
-
-    products: tuple[int, ...]
-    bits: int
-    outputs: list[Any] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
-    equations: list[int] = field(default_factory=list)
-    operands: list[Any] = field(default_factory=list)
+    products: tuple[int, ...]  # numbers of the equations of its products, two of a gate
+    bits: int  # the same as a mask of products
+    outputs: list[Any] = field(default_factory=list)  # the variables that it stores
+    kept: list[Any] = field(default_factory=list)  # the last: only what is computed anew reads them
+    equations: list[int] = field(default_factory=list)  # numbers, in order, without the products
+    operands: list[Any] = field(default_factory=list)  # the other variables that they read
+    # Operands that nothing else reads, or that the program may have been given to overwrite: an
+    # argument of which the region makes a result.
     last_read: set[Any] = field(default_factory=set)
-    sums: set[Along] = field(default_factory=set)
-    whole: bool = True
+    sums: set[Along] = field(default_factory=set)  # axes it reduces, "columns": statistics of rows
+    whole: bool = True  # whether all that it reads is in memory
 
     @property
     def content(self) -> Any:
@@ -46,21 +35,12 @@ class Region:
 
 
 class Program:
-    """The equations of a jaxpr and its results.
-
-    Attributes:
-      kinds: of the equations; regions make another thing of some.
-      inputs: the variables that each equation reads.
-      met: of these, those with an element for each one of its result; of an equation that may be
-        elementwise.
-      makers: by variable, the number of the equation that computes it.
-      uses: by variable, how often equations read it.
-      returned: the variables among the results.
-    """
+    """The equations of a jaxpr and its results."""
 
     def __init__(self, equations: list[Any], results: list[Any]):
         self.equations, self.results = equations, results
-        self.kinds: list[Kind] = [*map(kind_of, equations)]
+        self.kinds: list[Kind] = [*map(kind_of, equations)]  # regions make another thing of some
+        # The variables that each equation reads.
         self.inputs = [tuple(variables(equation.invars)) for equation in equations]
         self.met = [*map(self._met, range(len(equations)))]
         self.makers = {x: i for i, equation in enumerate(equations) for x in equation.outvars}
@@ -68,6 +48,7 @@ class Program:
         self.returned = set(variables(results))
 
     def _met(self, number: int) -> tuple[Any, ...]:
+        """Returns what an equation, if it may be elementwise, reads element by element."""
         equation, inputs = self.equations[number], self.inputs[number]
         if self.kinds[number] not in ("elementwise", "layout") and not converts_sums(equation):
             return ()

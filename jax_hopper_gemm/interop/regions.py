@@ -35,7 +35,6 @@ class Regions:
     """The regions of a program.
 
     Args:
-      dependences: of the program.
       apart: pairs of products that make no gate.
       unsummed: numbers of products whose regions do not reduce along these axes.
     """

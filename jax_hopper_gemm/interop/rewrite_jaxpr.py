@@ -49,12 +49,10 @@ from .weights import Marks, Weights
 
 # Primitives whose jaxprs are ordinary programs. The jaxpr of any other primitive may be a kernel,
 # or a pattern that a compiler matches by its operations.
-ENTERED = frozenset(
-    {
-        *CALLS, "cond", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr",
-        "remat2", "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
-    }
-)  # fmt: skip
+ENTERED = {
+    *CALLS, "cond", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr",
+    "remat2", "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
+}  # fmt: skip
 
 # Why a product is left to XLA that kernels could run.
 ROWS_APART = "its rows or its K lie in several places, and XLA stores its result as it likes"
@@ -65,19 +63,12 @@ _rewritten: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 class Rewriting(NamedTuple):
-    """How a program is rewritten.
+    """How a program is rewritten."""
 
-    Attributes:
-      implementation: of the products.
-      fuse: whether they take along the equations around them.
-      recipe: of those that have no batch axes.
-      weights: which arguments of the program may be weights, to a recipe.
-    """
-
-    implementation: Implementation = None
-    fuse: bool = True
-    recipe: Recipe | None = None
-    weights: Marks = ()
+    implementation: Implementation = None  # of the products
+    fuse: bool = True  # whether they take along the equations around them
+    recipe: Recipe | None = None  # of those that have no batch axes
+    weights: Marks = ()  # which arguments of the program may be weights, to a recipe
 
     def within(self, found: Weights, equation: Any, parameter: str) -> Rewriting:
         """Returns how an inner program is rewritten, a parameter of an equation."""
@@ -118,9 +109,8 @@ def traced_call(
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the closed jaxpr of a call, its inputs, and a function from outputs to the result.
 
-    Args:
-      args, kwargs: trees of arrays, `jax.ShapeDtypeStruct`s and anything else, which is passed to
-        the function unchanged.
+    `args` and `kwargs` are trees of arrays, `jax.ShapeDtypeStruct`s and anything else, which is
+    passed to the function unchanged.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     results: list[Any] = []
@@ -159,10 +149,7 @@ def reason_left(
 ) -> str | None:
     """Returns the reason to leave a product to JAX, or None if it becomes ours.
 
-    Args:
-      equation: the product.
-      transposes: that follow it, and become part of it.
-      implementation: of the product.
+    The `transposes` follow it, and become part of it.
     """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
     if not multiply(lhs.dtype.name, rhs.dtype.name):
@@ -208,7 +195,6 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
 
 
 def _shrinks(equation: Any) -> bool:
-    """Whether a product's result is smaller than its larger operand."""
     operands = [x.aval.size * x.aval.dtype.itemsize for x in equation.invars[:2]]
     result = equation.outvars[0].aval
     return any(less(result.size * result.dtype.itemsize, x) for x in operands)
@@ -288,7 +274,6 @@ def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByReci
 
 
 def _of_halves(equation: Any) -> bool:
-    """Whether a product multiplies arrays of 16-bit floats."""
     return all(x.aval.dtype.name in HALVES for x in equation.invars[:2])
 
 

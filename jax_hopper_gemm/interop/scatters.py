@@ -59,7 +59,6 @@ def _faster(equation: Any) -> Callable[..., Any] | None:
 
 
 def _is_zero(equation: Any) -> bool:
-    """Whether an equation makes an array of zeros."""
     if equation.primitive is not lax.broadcast_in_dim_p:
         return False
     x: Any = equation.invars[0]
@@ -143,7 +142,6 @@ def _product(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> 
 
 
 def _row_sums(zeros: Any, indices: Any, updates: Any, *, mode: Any, **_: Any) -> Any:
-    """Adds the updates to the rows at their indices."""
     length = zeros.shape[0]
     indices = _counting(indices, mode, length)
     rows = lax.convert_element_type(lax.reshape(indices, (indices.size,)), "int32")

@@ -16,37 +16,22 @@ BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kerne
 
 @dataclass
 class _Needs:
-    """What is computed outside of a region from its variables.
+    """What is computed outside of a region from its variables."""
 
-    Attributes:
-      equations: numbers of those that read one.
-      variables: that XLA reads, or the kernel of another region.
-    """
-
-    equations: set[int] = field(default_factory=set)
-    variables: set[Any] = field(default_factory=set)
+    equations: set[int] = field(default_factory=set)  # numbers of those that read one
+    variables: set[Any] = field(default_factory=set)  # read by XLA, or another region's kernel
 
 
 class Stored:
-    """The variables of a program that are in memory.
-
-    Args:
-      dependences: of the program.
-      regions: by bit of a product.
-      owners: by variable, the region that stores it; XLA computes the others.
-
-    Attributes:
-      variables: those that are stored, whatever computes them.
-      kept: by region, those of its variables that are stored for what others compute.
-    """
+    """The variables of a program that are in memory; arguments are as `Regions` has them."""
 
     def __init__(
         self, dependences: Dependences, regions: dict[int, Region], owners: dict[Any, Region]
     ):
         self._dependences, self._regions, self._owners = dependences, regions, owners
         self._equations, self._inputs = dependences.program.equations, dependences.program.inputs
-        self.variables: set[Any] = set(dependences.read)
-        self.kept: dict[Region, list[Any]] = {}
+        self.variables: set[Any] = set(dependences.read)  # stored, whatever computes them
+        self.kept: dict[Region, list[Any]] = {}  # stored for what others compute
         needed = self._needed()
         for region in sorted(needed, key=lambda region: region.bits):  # the first products first
             if kept := self._least(region, needed[region]):

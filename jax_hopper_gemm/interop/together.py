@@ -15,10 +15,10 @@ from ..gemm.dtypes import HALVES
 from ..gemm.product import Product
 from ..gemm.type_legality import MAX_PANELS
 from ..lowering.devices import current_device
-from ..lowering.request import Request
 from ..lowering.route import route
+from ..primitives.define import request_of
 from ..primitives.dot import hopper_dot_p
-from ..primitives.dots import hopper_dots_p, request_of_dots
+from ..primitives.dots import hopper_dots_p
 from ..primitives.fused_primitive import hopper_fused_p
 from .dependences import NoPlace, dependence, ordered
 
@@ -28,10 +28,10 @@ class _Member:
     """A product that others may be launched with."""
 
     number: int  # of its equation
+    equation: Any
     product: Product  # with the array that they share on the left
     shared: Any
     right: Any
-    outs: tuple[Any, ...]
     operands: tuple[Any, ...] = ()  # of its epilogue
     epilogue: ClosedJaxpr | None = None
     in_place: tuple[int | None, ...] = ()  # of its results, as in `hopper_fused`
@@ -48,7 +48,7 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
         if equation.primitive is lax.transpose_p:
             turned[equation.outvars[0]] = equation.params["permutation"]
         elif member := _member(number, equation):
-            key = (turned.get(member.right), *_key(equation, member))
+            key = (turned.get(member.right), *_key(member))
             alike.setdefault(key, []).append(member)
     device = current_device()
     several = (members for members in alike.values() if len(members) > 1)
@@ -96,27 +96,27 @@ def _member(number: int, equation: Any) -> _Member | None:
         return None
     if subscripts.out[-1] not in subscripts.rhs_free:
         product, lhs, rhs = replace(product, subscripts=subscripts.swapped()), rhs, lhs
-    return _Member(
-        number, product, lhs, rhs, (*equation.outvars,), (*operands,), epilogue,
-        params.get("in_place", ()),
-    )  # fmt: skip
+    taken = params.get("in_place", ())
+    return _Member(number, equation, product, lhs, rhs, (*operands,), epilogue, taken)
 
 
-def _key(equation: Any, member: _Member) -> tuple[Any, ...]:
+def _key(member: _Member) -> tuple[Any, ...]:
     """Returns what products that may be launched together have in common."""
     subscripts, shape = member.product.subscripts, member.right.aval.shape
     extents = zip(shape, subscripts.rhs, strict=True)
     rest = tuple(x for x, letter in extents if letter != subscripts.columns[0])
-    atoms = member.right, *member.operands, *member.outs
+    atoms = member.right, *member.operands, *member.equation.outvars
     dtypes = tuple(x.aval.dtype for x in atoms)
-    return member.shared, member.product, equation.ctx, rest, member.epilogue is None, dtypes
+    ctx = member.equation.ctx
+    return member.shared, member.product, ctx, rest, member.epilogue is None, dtypes
 
 
 def _by_epilogue(members: Sequence[_Member], device: Device) -> Iterable[list[_Member]]:
     """Returns the same products by what a kernel computes after them."""
     found: dict[Any, list[_Member]] = {}
     for member in members:
-        fusion = route(_request([member]), device).fusion if member.epilogue else None
+        asked = request_of(_launch([member])) if member.epilogue else None
+        fusion = asked and route(asked, device).fusion
         found.setdefault(fusion and fusion.graph, []).append(member)
     return found.values()
 
@@ -140,57 +140,41 @@ def _faster(group: list[_Member], device: Device) -> list[_Member] | None:
     Where all are not, the widest is left out: it fills the GPU alone.
     """
     while len(group) > 1:
-        if route(_request(group), device).path == "hopper":
+        if route(request_of(_launch(group)), device).path == "hopper":
             return group
         widest = max(group, key=lambda x: x.right.aval.size)
         group = [x for x in group if x is not widest]
     return None
 
 
-def _request(group: Sequence[_Member]) -> Request:
-    avals = [x.aval for x in _inputs(group)]
-    return request_of_dots(avals, [x.aval for x in _outputs(group)], **_params(group))
-
-
-def _inputs(group: Sequence[_Member]) -> list[Any]:
-    return [group[0].shared, *(x.right for x in group), *(y for x in group for y in x.operands)]
-
-
-def _outputs(group: Sequence[_Member]) -> list[Any]:
-    return [out for x in group for out in x.outs]
+def _launch(group: Sequence[_Member]) -> Any:
+    """Returns the equation of the products of a group."""
+    operands = (y for x in group for y in x.operands)
+    return group[-1].equation.replace(
+        primitive=hopper_dots_p, params=_params(group),
+        invars=[group[0].shared, *(x.right for x in group), *operands],
+        outvars=[out for x in group for out in x.equation.outvars],
+    )  # fmt: skip
 
 
 def _params(group: Sequence[_Member]) -> dict[str, Any]:
-    """Returns the parameters of the products of a group as one equation."""
     functions = tuple(x.epilogue for x in group if x.epilogue)
     in_place: list[int | None] = []
     before = 0  # operands of other epilogues
     for member in group:
         taken = [None if x is None else x + before for x in member.in_place]
-        in_place += [*taken, *[None] * (len(member.outs) - len(taken))]
+        in_place += [*taken, *[None] * (len(member.equation.outvars) - len(taken))]
         before += len(member.operands)
     return {"product": group[0].product, "functions": functions, "in_place": tuple(in_place)}
 
 
 def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[Any]:
-    """Returns the equations with a launch for each group, which has its last product's number.
-
-    Raises:
-      NoPlace: a launch would have to come before what it reads, or what has effects.
-    """
+    """Returns the equations with a launch for each group, which has its last product's number."""
     place = {member.number: group[-1].number for group in groups for member in group}
     return ordered(
         equations,
-        {group[-1].number: _launch(equations, group) for group in groups},
+        {group[-1].number: _launch(group) for group in groups},
         {x: place.get(i, i) for i, equation in enumerate(equations) for x in equation.outvars},
         (i for i in range(len(equations)) if place.get(i, i) == i),
         lambda number: bool(equations[number].effects),
     )
-
-
-def _launch(equations: Sequence[Any], group: Sequence[_Member]) -> Any:
-    """Returns the equation of the products of a group."""
-    return equations[group[-1].number].replace(
-        primitive=hopper_dots_p, params=_params(group), invars=_inputs(group),
-        outvars=_outputs(group),
-    )  # fmt: skip

@@ -14,25 +14,18 @@ from jax.extend.core import Literal, jaxprs_in_params
 from ..fusion.jaxprs import CALLS
 
 # Equations that keep weights what they are: of the first operand.
-KEEPING = frozenset(
-    {
-        "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape",
-        "sharding_constraint", "slice", "squeeze", "transpose",
-    }
-)  # fmt: skip
+KEEPING = {
+    "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape",
+    "sharding_constraint", "slice", "squeeze", "transpose",
+}  # fmt: skip
 # Calls whose inner program has the equation's operands, and its results.
-PASSING = frozenset({*CALLS, "custom_vjp_call", "remat2", "shard_map"})
+PASSING = {*CALLS, "custom_vjp_call", "remat2", "shard_map"}
 
 Marks = tuple[bool, ...]  # which variables are weights
 
 
 class Weights:
-    """The weights of a jaxpr.
-
-    Args:
-      jaxpr: an open one.
-      marks: of its arguments.
-    """
+    """The weights of an open jaxpr, whose arguments have these marks."""
 
     def __init__(self, jaxpr: Any, marks: Marks):
         marked = zip(jaxpr.invars, marks, strict=False)

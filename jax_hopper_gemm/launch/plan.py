@@ -106,7 +106,6 @@ def make_plan(
 
 
 def _tma_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns what a kernel whose operands arrive by TMA is told of a problem."""
     values = {
         **_operand_params(problem, spec),
         **_result_params(problem, spec),
@@ -330,11 +329,8 @@ def make_quantize_plan(
 ) -> LaunchPlan:
     """Returns the launch on (batch, rows, columns).
 
-    Its buffers are the matrix, the indices of rows where they are picked, and the results in the
-    order of `QuantizeArgs`.
-
-    Args:
-      source_rows: of the matrix, where `rows` are picked from it.
+    Its buffers are the matrix, of which it has `source_rows` where `rows` are picked by indices,
+    these, and the results in the order of `QuantizeArgs`.
     """
     numbers = {"rows": rows, "columns": columns}
     if spec.picked:

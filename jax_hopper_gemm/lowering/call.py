@@ -67,7 +67,6 @@ class Call:
         return self.request.options.insists is not None
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
-        """Returns how the product of these operands runs; see `route`."""
         return route(self.request, device_of(ctx), kernel_only=kernel_only)
 
     def left_to_xla(self, ctx: mlir.LoweringRuleContext) -> bool:
@@ -190,10 +189,13 @@ def product_at(value: Any) -> Call | None:
     )
     invariant, rule = BATCH_INVARIANT in found, spans and Groups(*map(int, spans.split(",")))
     options = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
+    whole = [  # before they were cut into parts, if they were
+        x.owner.operands[0] if CUT in getattr(x.owner, "attributes", ()) else x
+        for x in operation.operands
+    ]
     return call_between(
-        subscripts, options, list(map(_whole, operation.operands)), value,
-        rule=rule, gathered=gathered, indexed=indexed,
-    )  # fmt: skip
+        subscripts, options, whole, value, rule=rule, gathered=gathered, indexed=indexed
+    )
 
 
 def call_between(
@@ -232,11 +234,6 @@ def call_between(
     return Call(request, (lhs, rhs), **read)
 
 
-def _whole(value: Any) -> Any:
-    """Returns the operand of a product, before it was cut into parts if it was."""
-    return value.owner.operands[0] if CUT in getattr(value.owner, "attributes", ()) else value
-
-
 def is_launch(value: Any) -> bool:
     """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
     return PRODUCT in before_barrier(value).owner.attributes
@@ -268,7 +265,6 @@ def _precision(operation: Any) -> Any:
 
 
 def _subscripts(operation: Any) -> Subscripts:
-    """Returns the subscripts of a stablehlo.dot_general."""
     numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
@@ -297,7 +293,6 @@ def launches_in(module: Any) -> list[Launch]:
 
 
 def custom_calls(module: Any, target: str) -> Iterator[Any]:
-    """Yields the custom calls of `target`."""
     for operation in _operations(module.operation):
         if operation.name == "stablehlo.custom_call":
             if operation.attributes["call_target_name"].value == target:

@@ -23,10 +23,7 @@ from .request import Request
 
 
 def canonical(request: Request) -> Gemm | None:
-    """Returns the canonical form of a product without an epilogue, if a kernel may be asked for it.
-
-    No kernel is chosen.
-    """
+    """Returns the canonical form of a product without an epilogue, if a kernel may be asked for."""
     if request_violation(request):
         return None
     try:
@@ -136,7 +133,6 @@ def scale_letters(request: Request, problem: GemmProblem) -> tuple[str, str]:
 
 
 def _in_stack(p: GemmProblem, request: Request, swap_ab: bool) -> GemmProblem:
-    """Returns the problem with an operand that lies in a stack."""
     left = request.indexed == "a"
     apart = prod(request.lhs_shape if left else request.rhs_shape)
     indexed: Any = "a" if left != swap_ab else "b"

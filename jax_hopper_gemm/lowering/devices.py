@@ -45,6 +45,7 @@ def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
 
 
 _in_shard = ContextVar("in_shard", default=False)  # of this thread
+lowers_shard = _in_shard.get  # whether this thread lowers within `lowering_shard`
 
 
 @contextmanager
@@ -55,11 +56,6 @@ def lowering_shard() -> Iterator[None]:
         yield
     finally:
         _in_shard.reset(before)
-
-
-def lowers_shard() -> bool:
-    """Whether this thread lowers within `lowering_shard`."""
-    return _in_shard.get()
 
 
 def is_whole_program(operation: Any) -> bool:

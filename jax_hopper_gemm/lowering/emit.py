@@ -78,8 +78,7 @@ def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
 def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Any]:
     """Emits the FFI call, everything row-major, and what XLA does with its results.
 
-    In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix; out
-    come its results and the workspaces. Of a program's equal launches JAX copies the first one.
+    Arrays are in the order of `LaunchPlan`. Of a program's equal launches JAX copies the first one.
     """
     assert route.gemm and route.spec
     request = call.request
@@ -115,14 +114,9 @@ def _launch(
     """Returns a launch and what XLA does with its results as a program, without lines of source.
 
     Args:
-      function: the request's.
-      inputs: of the launch.
       outputs: of the launch; None: those of the epilogue's graph.
-      avals: of the function's operands.
       in_place: as in `Call`, without those that nothing may overwrite.
-      name: of the launch in profiles.
     """
-    assert route.plan
     epilogues = [] if outputs is not None else _epilogues(request, route)
     written = [*chain.from_iterable(x.written for x in epilogues)] if outputs is None else outputs
     aliases: dict[int, int] = {}
@@ -182,7 +176,7 @@ def _named(name: str) -> Primitive:
 def _lower_launch(
     ctx: mlir.LoweringRuleContext, *values: Any, route: Route, aliases: Any, outs: Any
 ) -> Any:
-    assert route.gemm and route.spec and route.plan
+    assert route.gemm and route.spec
     attributes = product_attributes(route.gemm.problem, route.spec, route.plan)
     return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(
         ctx, *values, **attributes

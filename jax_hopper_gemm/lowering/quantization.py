@@ -39,13 +39,8 @@ def lower_quantize(
 ) -> list[Any] | None:
     """Emits a launch, or takes one that is there; None: XLA quantizes.
 
-    Args:
-      x: (..., R, C).
-      picks: indices of rows, or nothing.
-      to, block, transposed: as in `primitives.quantize.hopper_quantize`.
-
-    Returns:
-      Values and scales, contracted axes last.
+    Arguments, of which `picks` may be the rows, and results are those of
+    `primitives.quantize.hopper_quantize`.
     """
     aval: Any = ctx.avals_in[0]
     *lead, rows, columns = aval.shape
@@ -66,21 +61,17 @@ def lower_quantize(
 
 
 class _Launch:
-    """A launch in the program.
-
-    Attributes:
-      results: MLIR values by name in `QuantizeArgs`.
-    """
+    """A launch in the program."""
 
     def __init__(self, operation: Any, spec: QuantizeSpec):
         self.operation, self.spec = operation, spec
+        # MLIR values by name in `QuantizeArgs`.
         self.results = dict(zip(result_names(spec), operation.results, strict=True))
 
 
 def _has_kernel(
     ctx: mlir.LoweringRuleContext, aval: Any, to: str, extents: tuple[int, int, int]
 ) -> bool:
-    """Whether a kernel quantizes an array here."""
     batch, rows, columns = extents
     if aval.dtype.name not in SOURCES or to not in TARGETS:
         return False

@@ -53,7 +53,6 @@ class Request(ShapedProduct):
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:
-        """The operand whose rows the kernel gathers, if it does."""
         return self.groups.gathered if self.groups else None
 
     @property
@@ -62,7 +61,6 @@ class Request(ShapedProduct):
 
     @property
     def rhs_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each right operand."""
         if not self.panels:
             return [self.rhs_shape] * self.num_b
         axis = self.subscripts.rhs.index(self.subscripts.columns[0])

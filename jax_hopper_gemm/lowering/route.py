@@ -33,7 +33,7 @@ class Route:
     # What decided: "table", "user table", "model", or "unsupported" where no kernel can run it.
     source: str
     gemm: Gemm | None = None  # its canonical form, where it has one
-    spec: GemmSpec | None = None  # the kernel; like its order and plan None with "xla"
+    spec: GemmSpec | None = None  # the kernel; like its order None with "xla"
     raster_order: RasterOrder | None = None
     num_sms: int = 0  # that the launch may use
     fusion: Fusion | None = None  # what of the epilogue the kernel computes
@@ -43,10 +43,9 @@ class Route:
     apart: tuple[Route, ...] = ()
 
     @cached_property
-    def plan(self) -> LaunchPlan | None:
+    def plan(self) -> LaunchPlan:
         """The kernel's launch, made when it is emitted: most routes are only weighed."""
-        if not (self.gemm and self.spec and self.raster_order):
-            return None
+        assert self.gemm and self.spec and self.raster_order
         return make_plan(self.gemm.problem, self.spec, self.raster_order, self.num_sms)
 
     @property
@@ -74,13 +73,7 @@ class Route:
         """Whether some kernel can run the product, chosen or not."""
         return self.source != "unsupported"
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether a table decided, of the plain product, whatever its epilogue is."""
-        return self.source in ("table", "user table")
-
     def expected_ns(self, device: dispatch.Device) -> float:
-        """Returns the kernel's expected time."""
         assert self.gemm and self.spec and self.raster_order
         return dispatch.estimate(self.gemm.problem, self.spec, self.raster_order, device).ns
 
@@ -94,10 +87,7 @@ class Route:
 
 
 def route(request: Request, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
-    """Returns how a product runs on `device`.
-
-    With `kernel_only`, XLA is the answer only where no kernel can run the product.
-    """
+    """Returns how a product runs on `device`; `kernel_only` is as in `dispatch.choose`."""
     if reason := request_violation(request):
         return Route("xla", reason, "unsupported")
     read = read_for(request, device)
@@ -155,11 +145,7 @@ def _route(
 
 
 def _whole(route: Route) -> Gemm:
-    """Returns the canonical form of a product whose epilogue a kernel computes.
-
-    Raises:
-      NotFusable: XLA computes some of it.
-    """
+    """Returns the canonical form of a product; raises NotFusable if XLA ends its epilogue."""
     if not (route.gemm and route.fusion):
         raise NotFusable(route.reason)
     if route.uncovered:

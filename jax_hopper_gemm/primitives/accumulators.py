@@ -94,10 +94,8 @@ def batched_product(
 ) -> tuple[list[Any], Product, int | None]:
     """Returns the operands of a batched product, how it is computed, and the axis it is mapped on.
 
-    Several right operands are given the same axes: mapped along their first, if any is mapped.
-
-    Args:
-      operands: the left one, the right ones, sizes; `axes` holds each one's mapped axis.
+    Operands are the left one, the right ones, sizes; `axes` has the mapped axis of each. Several
+    right operands are given the same axes: mapped along their first, if any is mapped.
     """
     lhs, *right_operands = operands
     lhs_axis, *right_axes = axes

@@ -43,17 +43,11 @@ WIDE = jnp.dtype("float32")
 
 @dataclass(frozen=True)
 class Operand:
-    """A quantized operand.
+    """A quantized operand."""
 
-    Attributes:
-      values: of 8 bits.
-      letters: of their axes.
-      scale: float32, with an axis for each of the values'; of blocks as in `scaled_dot`.
-    """
-
-    values: jax.Array
-    letters: str
-    scale: jax.Array
+    values: jax.Array  # of 8 bits
+    letters: str  # of their axes
+    scale: jax.Array  # float32, with an axis for each of these; of blocks as in `scaled_dot`
 
     @property
     def extents(self) -> dict[str, int]:
@@ -113,8 +107,7 @@ def _operands(
 ) -> Operands | None:
     """Returns quantized operands; None where they are multiplied as they are.
 
-    Args:
-      others: what else the product reads; of a ragged one the first are its sizes.
+    Of a ragged product the first of the `others` are its sizes.
     """
     by, subscripts, groups = product.options.recipe, product.subscripts, product.groups
     assert by is not None
@@ -181,9 +174,7 @@ def _operand(
 ) -> Operand:  # fmt: skip
     """Returns a quantized operand; with blocks its axes are those of arrays, free, contracted.
 
-    Args:
-      letters: of its axes.
-      several: letters of axes along which there are as many arrays, each with scales of its own.
+    Along the axes `several` there are as many arrays, each with scales of its own.
     """
     contracted = "".join(a for a in subscripts.contracted if a in letters)
     own = "".join(a for a in several if a in letters and a not in contracted)
@@ -212,7 +203,6 @@ def _operand(
 
 
 def _factor(x: Operand, out: str) -> jax.Array:
-    """Returns scales that do not change along K, as they broadcast against the result."""
     scale = x.scale
     if scale.size != 1:  # rows or columns merge; or their number is unknown
         scale = jnp.broadcast_to(scale, [n if a in out else 1 for a, n in x.extents.items()])
@@ -247,7 +237,6 @@ def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
 
 
 def multiplied(found: Operands, dtype: Any) -> jax.Array:
-    """Returns a product in a dtype."""
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     if not found.blocks:
         values, sizes = [x.values for x in found.all], next(iter(found.sizes), None)

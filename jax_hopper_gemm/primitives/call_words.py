@@ -24,9 +24,8 @@ def precision_names(precision: Any) -> list[str] | None:
     if precision is None:
         return []
     parts = precision if isinstance(precision, tuple) else (precision,)
-    if isinstance(precision, lax.DotAlgorithmPreset):
-        return [precision.name]
-    return [x.name for x in parts] if all(isinstance(x, lax.Precision) for x in parts) else None
+    named = all(isinstance(x, lax.Precision | lax.DotAlgorithmPreset) for x in parts)
+    return [x.name for x in parts] if named else None
 
 
 def options_to_words(options: Options) -> dict[str, Any] | None:

@@ -183,7 +183,6 @@ def mapped_first(size: int, x: Any, axis: int | None) -> Any:
 
 
 def request_of(equation: Any) -> Request:
-    """Returns what an equation of one of `PRODUCTS` asks for."""
     avals, out_avals = ([x.aval for x in atoms] for atoms in (equation.invars, equation.outvars))
     return equation.primitive.request_of(avals, out_avals, **equation.params)
 

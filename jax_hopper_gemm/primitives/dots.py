@@ -32,7 +32,6 @@ def one_by_one(*args: jax.Array, **params: Any) -> list[jax.Array]:
 
     Args:
       *args: the left operand, the right ones, operands of all epilogues.
-      product: how each product comes from two operands.
       functions: the epilogues, or ().
       in_place: of each result the operand whose memory it may take, as `Call` has it, or ().
     """
@@ -47,7 +46,6 @@ def _each(
     functions: Sequence[ClosedJaxpr],
     in_place: Sequence[int | None],
 ) -> list[Any]:
-    """Returns the results of `bare` products, or of `fused` ones."""
     lhs, *others = args
     if not functions:
         return [bare(lhs, rhs, product=product) for rhs in others]
@@ -92,7 +90,6 @@ def request_of_dots(
     functions: Sequence[ClosedJaxpr],
     in_place: Sequence[int | None] = (),
 ) -> Request:
-    """Returns what products of one left operand ask for, together."""
     del in_place
     lhs, *rights = avals
     rights = rights[: len(functions)] if functions else rights
@@ -106,7 +103,6 @@ def request_of_dots(
 
 
 def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
-    """Leaves out products of which no result is used."""
     params, kept = dict(equation.params), list[bool]()
     if not params["functions"]:
         return [True, *used], params

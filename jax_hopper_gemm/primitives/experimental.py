@@ -95,14 +95,10 @@ _waiting: dict[str, list[HopperPrimitive]] = {name: [] for name in _MAKERS}
 class HopperPrimitive(Primitive):
     """A primitive that gives rules to the modules imported by the time it is bound.
 
-    Attributes:
-      reference: the JAX function of operands and parameters that it stands for.
-      linear_in: the operands in each of which it is linear.
-      request_of: of a product, what it asks for; see `define_primitive`.
-      is_program: whether it stands for the equations of its parameter `call_jaxpr`.
+    Its arguments are those of `define_primitive`.
     """
 
-    is_program = False
+    is_program = False  # whether it stands for the equations of its parameter `call_jaxpr`
 
     def __init__(
         self,

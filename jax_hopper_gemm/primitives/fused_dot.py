@@ -115,8 +115,7 @@ def _completed(
 ) -> list[Any]:  # fmt: skip
     """Returns a function's results in their dtypes; of rows in groups 0 in rows of no group.
 
-    Args:
-      *args: products, operands, arrays that the function closes over; so many of each.
+    `args` are so many products, so many operands, and arrays that the function closes over.
     """
     count = products + operands
     outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
@@ -136,9 +135,7 @@ def _by_rows(
 ) -> Any:
     """Returns `function` of products and operands, those `by_group` taken to the rows.
 
-    Args:
-      dtype: in which gradients by these are summed.
-      *args: products, sizes, operands.
+    `args` are products, sizes, operands; gradients by those `by_group` are summed in `dtype`.
     """
     count = len(args) - 1 - len(by_group)
     products, sizes, operands = args[:count], args[count], args[count + 1 :]

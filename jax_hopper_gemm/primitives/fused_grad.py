@@ -74,7 +74,6 @@ class _Derivative(NamedTuple):
 
 
 def _tangent(*args: Any, **params: Any) -> list[Any]:
-    """The tangents of an epilogue's results."""
     d = _Derivative(**params)
     kept = list(args[: d.residuals])
     if d.recompute is not None:
@@ -118,8 +117,6 @@ def _transpose_tangent(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
 
 @memoised
 def _stacking(closed: ClosedJaxpr, axis: int) -> ClosedJaxpr:
-    """Returns the function with its first two outputs stacked."""
-
     def function(*args: Any) -> list[Any]:
         gate, up, *others = jaxpr_as_fun(closed)(*args)
         return [jnp.stack([gate, up], axis), *others]
@@ -213,11 +210,10 @@ def _lower_epilogue_partitioned(
     """Emits the same where XLA partitions the program over devices."""
     if not custom_call.applies(ctx):
         return None
-
-    def route_of(call: Call, _: Any) -> Route | None:
-        return route_partitioned(ctx, call)
-
-    for call, route in _choices(ctx, values, jaxpr, custom_call.product_at, route_of):
+    found = _choices(
+        ctx, values, jaxpr, custom_call.product_at, lambda call, _: route_partitioned(ctx, call)
+    )
+    for call, route in found:
         if emitted := emit_fused(ctx, call, route):
             return emitted
     return _lower_epilogue(ctx, *values, jaxpr=jaxpr)

@@ -31,7 +31,6 @@ def request_of(
     num_b: int,
     in_place: tuple[int | None, ...],
 ) -> Request:
-    """Returns what a `hopper_fused_p` of these abstract values asks for."""
     lhs, right, *_ = avals
     request = Request.of(product, lhs, right, out_avals[0], num_b=num_b, function=jaxpr)
     if (groups := product.groups) is None:
@@ -62,7 +61,6 @@ def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:
 
 
 def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[str, Any]) -> Call:
-    """Returns the product and what its function reads."""
     product, count = params["product"], 1 + params["num_b"]
     return Call(
         request_of(ctx.avals_in, ctx.avals_out, **params), tuple(values[:count]),
@@ -72,7 +70,6 @@ def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[
 
 
 def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> Call:
-    """Returns the call of a mapped ragged product, of the operands of the one that it is."""
     flat, count = partial(_flat, product), len(call.values)
     avals = ctx.avals_in[: count + 1]
     context = ctx.replace(avals_in=avals, avals_out=traced(flat, *avals).out_avals)
@@ -82,10 +79,7 @@ def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> C
 
 
 def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
-    """Returns how `hopper_fused_p` is lowered, which stands for `reference`.
-
-    With `by_xla=False` products of that are ours.
-    """
+    """Returns how `hopper_fused_p` is lowered, which stands for `reference`."""
     apart = lower_fun_once(partial(reference, by_xla=False))
 
     def for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
@@ -97,14 +91,13 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
         return apart(ctx, *values, **params)  # XLA's ragged product is not worth a function with it
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-        """Emits a product with its function, or else the product and the function behind it."""
         if not sharding.applies(ctx):
             return None
-        emitted = None
         if not params["product"].batch:  # else by its products, which are mapped
             call = _call_of(ctx, values, params).readable(ctx)
-            if route := route_partitioned(ctx, call):
-                emitted = emit_fused(ctx, call, route)
-        return emitted or apart(ctx, *values, **params)
+            route = route_partitioned(ctx, call)
+            if route and (emitted := emit_fused(ctx, call, route)):
+                return emitted
+        return apart(ctx, *values, **params)
 
     return Lowering(for_cuda, partitioned)

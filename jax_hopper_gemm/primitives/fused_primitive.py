@@ -50,7 +50,6 @@ from .segments import segment_broadcast_p, segment_mask, segment_mask_p
 
 
 def _split(args: Sequence[Any], num_b: int) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-    """Returns the left operand, the right ones and the function's operands."""
     return args[0], args[1 : 1 + num_b], args[1 + num_b :]
 
 
@@ -68,8 +67,6 @@ def reference_fused(
       *args: the left operand, the right ones, the function's operands; of these, sizes come
         first where the product is a ragged one.
       jaxpr: the function, of the accumulators and its operands.
-      product: how the accumulators come from them.
-      num_b: number of right operands.
       in_place: as in `fused_dot`; only kernels heed it.
     """
     del in_place

@@ -68,12 +68,7 @@ def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
 
 
 def run_ends(sizes: jax.Array, length: Any) -> jax.Array:
-    """Returns where each run ends on an axis, as a kernel finds it; works along the last axis.
-
-    Args:
-      sizes: (..., S), of any integers.
-      length: elements of the axis.
-    """
+    """Returns where runs of any `sizes` (..., S) end on an axis of `length`, as kernels find it."""
     limit = jnp.asarray(length, np.int32)
     sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
     axis = sizes.ndim - 1
@@ -136,18 +131,12 @@ def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Where the rows of groups lie in blocks; those of no group do not.
+    """Where the rows of groups lie in blocks; those of no group do not."""
 
-    Attributes:
-      sizes: of the runs there, (S,) int32.
-      rows: for each row of a block the row that it is, int32; of padding one that is not there.
-    """
-
-    sizes: jax.Array
-    rows: jax.Array
+    sizes: jax.Array  # of the runs there, (S,) int32
+    rows: jax.Array  # of each row of a block the row it is, int32; of padding one not there
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Returns the rows of an array in blocks."""
         return x.at[self.rows].get(mode="fill", fill_value=0)
 
 

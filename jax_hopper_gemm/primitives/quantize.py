@@ -19,13 +19,7 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of a scale: what is not subnorm
 
 
 def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """Returns values in 8 or 4 bits and float32 scales; see `ops.quantize`.
-
-    Args:
-      x: floats.
-      dtype: float8_e4m3fn, float8_e5m2, int8 or int4.
-      blocks: for each axis how many elements share a scale, or None for all.
-    """
+    """Returns values in 8 or 4 bits and float32 scales; see `ops.quantize`."""
     others, lines = blocks[:-2], tuple(blocks[-2:])
     of_float8 = jnp.dtype(dtype).name in TARGETS
     if lines not in {(1, TILE), (TILE, 1), (TILE, TILE)} or {*others, 1} != {1} or not of_float8:

@@ -4,9 +4,6 @@ Rows are cut into runs by an int32 array of sizes, `Groups` says which run belon
 and the subscripts are one of the three forms in `gemm.groups`. The product is bilinear in its two
 arrays; its derivatives are again among the forms, with no array transposed. `jax.vmap` of it is
 one flat product, of all matrices' rows behind one another.
-
-Only lowering for CUDA decides between a kernel and XLA. Elsewhere, and where XLA is the answer, the
-product lowers to `jax.lax.ragged_dot`, or to one product after the other.
 """
 
 from __future__ import annotations
@@ -67,8 +64,9 @@ def hopper_ragged_dot(
     return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=product)
 
 
-def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
-    """Asserts what those who bind the primitive see to."""
+def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
+    """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
+    # Those who bind the primitive see to all that is asserted.
     subscripts, groups = product.subscripts, product.groups
     assert subscripts in (*FORMS, VARLEN_K_T), subscripts
     assert groups and product.out_sharding is None and product.batch == 0, product
@@ -80,16 +78,8 @@ def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
     if is_varlen_k(subscripts):
         own = groups.step == groups.count
         assert own or groups.periods(sizes.shape[0]) == 1, "periods share a result"
-        rows, same = (y.index("m") for y in (subscripts.lhs, subscripts.rhs))
-        assert lhs.shape[rows] == rhs.shape[same], (lhs, rhs)
     else:
         assert rhs.shape[0] == matrices, (rhs, matrices)
-        assert lhs.shape[1] == rhs.shape[subscripts.rhs.index("k")], (lhs, rhs)
-
-
-def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
-    """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
-    _check(lhs, rhs, sizes, product)
     (out,) = traced(partial(array_like_product, product=product), lhs, rhs, sizes).out_avals
     return out
 
@@ -218,20 +208,18 @@ def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Prod
     return Request.of(product, lhs, rhs, out, groups=axis)
 
 
-def _lower_for_cuda(
-    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
-) -> Any:
+def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], product: Product) -> Call:
+    lhs, rhs, sizes = values
     request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
-    return lower_call(ctx, Call(request, (lhs, rhs), sizes=sizes))
+    return Call(request, (lhs, rhs), sizes=sizes)
 
 
-def _lower_partitioned(
-    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
-) -> Any:
-    if not sharding.applies(ctx):
-        return None
-    request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
-    return emit_ragged(ctx, Call(request, (lhs, rhs), sizes=sizes))
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
+    return lower_call(ctx, _call_of(ctx, values, product))
+
+
+def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
+    return emit_ragged(ctx, _call_of(ctx, values, product)) if sharding.applies(ctx) else None
 
 
 hopper_ragged_dot_p = define_primitive(

@@ -41,7 +41,6 @@ def ragged_letters(subscripts: Subscripts, periods: int, *, shared: bool) -> Fac
     """Returns the letters of a ragged product's operands, sizes last, and of its result.
 
     Args:
-      subscripts: one of the forms.
       periods: of its runs. Of several, rows and matrices have one more axis in front.
       shared: whether all periods have the same matrices.
     """
@@ -84,9 +83,7 @@ class RaggedShard:
     def own_sizes(self, sizes: jax.Array, length: int) -> jax.Array:
         """Returns the sizes that cut the device's rows into runs of `own_rule`.
 
-        Args:
-          sizes: (S,) int32, of the whole product.
-          length: its rows.
+        `sizes` are those of the whole product, (S,) int32, and `length` its rows.
         """
         if self.periods.count == self.rows.count == self.groups.count == 1:
             return sizes
@@ -117,10 +114,7 @@ OUTER = PERIODS + PLANES  # letters of axes that are outer ones of the next
 
 
 def emit_ragged(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
-    """Emits a ragged product, or returns None.
-
-    What no kernel could run of any shard, or what cannot be launched at all, is left to XLA.
-    """
+    """Emits a ragged product; None: it is left to XLA."""
     call = call.readable(ctx)
     if call.left_to_xla(ctx):
         return None

@@ -138,11 +138,7 @@ sum_rows_p = define_primitive(
 
 
 def in_order(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Sorts int32 numbers from 0 to `count`, stably.
-
-    Returns:
-      The sorted numbers, and for each its place before.
-    """
+    """Returns int32 numbers from 0 to `count`, sorted stably, and for each its place before."""
     size = groups.shape[0]
     if isinstance(size, int) and (count + 1) * size < 2**32:
         # One key holds number and place: all differ, and XLA sorts single integers by radix.
@@ -187,8 +183,7 @@ def _picked(x: jax.Array, rows: jax.Array) -> jax.Array:
 def _added(x: jax.Array, rows: jax.Array, *, length: int, scattered: bool) -> jax.Array:
     """Returns (length, K): out[s] is the sum of x[r] over all r with rows[r] == s.
 
-    Args:
-      scattered: whether a scatter adds them; one GPU's would be atomic, so there none does.
+    A scatter adds what is `scattered`; one GPU's would be atomic, so there none does.
     """
     count = x.shape[0]
     if 0 in (count, length):

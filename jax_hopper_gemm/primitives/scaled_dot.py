@@ -114,7 +114,6 @@ def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
 def _reference(
     *args: Any, product: Product, jaxpr: ClosedJaxpr | None, in_place: tuple[int | None, ...]
 ) -> list[Any]:
-    """The results as XLA computes them."""
     del in_place
     (lhs, rhs, lhs_scale, rhs_scale), operands = args[:4], args[4:]
     whole = product.with_options(precision=(lax.Precision.HIGHEST,) * 2, implementation="xla")
