@@ -86,10 +86,12 @@ def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
 
 def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns configurations for batches of small matrices, legal or not."""
     return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
 
 
 def medium_configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    """Returns configurations for medium products (`is_medium`), legal or not."""
     return MEDIUM_CONFIGS if _is_dense_half(problem_type) else ()
 
 

@@ -52,6 +52,7 @@ class ShapedProduct:
 
     @property
     def gate_up(self) -> str:
+        """The letter that tells gate from up in a right operand that holds both, or ""."""
         return gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up
 
     @property

@@ -9,6 +9,8 @@ epilogue loads a matrix or the product is gated.
 
 Grouped products have entries of their own, and do not go to XLA unless one says so: on an H200
 its `ragged_dot` reached 6 to 99 TFLOP/s of some 820.
+
+Nothing is timed here; the same problem, device and tables give the same answer.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Decision:
 
     @classmethod
     def unsupported(cls, reasons: Sequence[str]) -> Decision:
+        """Returns the decision of a problem that no kernel of ours can run."""
         return cls(None, None, "; ".join(reasons), "unsupported")
 
     @classmethod

@@ -101,6 +101,7 @@ class Estimate(NamedTuple):
 def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
+    """Returns the expected cost of `spec`'s kernel on `problem`."""
     return _estimate(problem, spec, (raster_order,), device)
 
 

@@ -119,6 +119,7 @@ def _result_violations(problem: GemmProblem) -> list[str]:
 
 
 def _beyond_int32(name: str, layout: MatrixLayout, batch: list[int]) -> Iterator[str]:
+    """Yields why threads cannot address an array without TMA: strides are int32."""
     for stride in (layout.leading_stride, *batch):
         if not 0 <= stride <= MAX_INT32:
             yield f"{name} has a stride of {stride} elements, not 0 to {MAX_INT32}: split it"

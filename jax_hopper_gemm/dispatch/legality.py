@@ -34,6 +34,7 @@ MAX_INT8_K = 2**31 // 128**2  # terms of (-128) * (-128) that int32 does not hol
 
 
 def device_violations(device: Device) -> list[str]:
+    """Returns why our kernels cannot run on `device`."""
     if device.compute_capability == (9, 0):
         return []
     major, minor = device.compute_capability
@@ -72,6 +73,7 @@ def split_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 
 @lru_cache(maxsize=1024)
 def no_kernels(problem_type: ProblemType) -> tuple[str, ...]:
+    """Returns why no kernel runs problems of a type."""
     return tuple(type_violations(problem_type))
 
 

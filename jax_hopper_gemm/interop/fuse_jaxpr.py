@@ -217,6 +217,7 @@ def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any])
 def _refusal(
     products: Sequence[Any], region: Region, launch: Any, device: Device
 ) -> Refusal | None:
+    """Returns why XLA should compute what follows a region's products; None if a kernel should."""
     atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
     requests = tuple(map(request_of, products))
     moved, again = (sum(nbytes(x) for x in group) for group in (atoms, region.kept))

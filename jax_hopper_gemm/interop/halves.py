@@ -204,6 +204,7 @@ class _Halving:
             self.names.update(zip(outs, self.halves[x], strict=False))
 
     def _halves_of(self, x: Any, equation: Any) -> tuple[Any, Any]:
+        """Returns the halves of an input of an elementwise equation."""
         axis = self._axes[equation.outvars[0]]
         if x.aval.ndim == 0 or x.aval.shape[axis] == 1:
             return x, x

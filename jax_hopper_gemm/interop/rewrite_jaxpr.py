@@ -195,6 +195,7 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
 
 
 def _shrinks(equation: Any) -> bool:
+    """Whether a product's result is smaller than its larger operand."""
     operands = [x.aval.size * x.aval.dtype.itemsize for x in equation.invars[:2]]
     result = equation.outvars[0].aval
     return any(less(result.size * result.dtype.itemsize, x) for x in operands)
@@ -274,6 +275,7 @@ def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByReci
 
 
 def _of_halves(equation: Any) -> bool:
+    """Whether a product multiplies arrays of 16-bit floats."""
     return all(x.aval.dtype.name in HALVES for x in equation.invars[:2])
 
 

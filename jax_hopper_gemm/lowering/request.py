@@ -53,6 +53,7 @@ class Request(ShapedProduct):
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:
+        """The operand whose rows the kernel gathers, if it does."""
         return self.groups.gathered if self.groups else None
 
     @property

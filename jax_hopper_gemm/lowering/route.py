@@ -74,6 +74,7 @@ class Route:
         return self.source != "unsupported"
 
     def expected_ns(self, device: dispatch.Device) -> float:
+        """Returns the kernel's expected time."""
         assert self.gemm and self.spec and self.raster_order
         return dispatch.estimate(self.gemm.problem, self.spec, self.raster_order, device).ns
 

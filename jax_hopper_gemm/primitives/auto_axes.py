@@ -24,6 +24,7 @@ def is_explicit(*arrays: Any) -> bool:
 
 
 def _mesh_of(arrays: Any) -> Any:
+    """Returns the mesh that is set, else that of the arrays."""
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
         return mesh
     leaves = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, ShapedArray))
@@ -56,4 +57,5 @@ def kept_sharding(x: Any, shape: Sequence[int]) -> PartitionSpec:
 
 
 def stated_sharding(aval: Any) -> Any:
+    """Returns the sharding that a type states; None without a mesh."""
     return None if aval.sharding.mesh.empty else aval.sharding

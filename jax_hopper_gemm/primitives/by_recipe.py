@@ -203,6 +203,7 @@ def _operand(
 
 
 def _factor(x: Operand, out: str) -> jax.Array:
+    """Returns scales that do not change along K, as they broadcast against the result."""
     scale = x.scale
     if scale.size != 1:  # rows or columns merge; or their number is unknown
         scale = jnp.broadcast_to(scale, [n if a in out else 1 for a, n in x.extents.items()])

@@ -183,6 +183,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, produc
 def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
+    """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
     if not sharding.applies(ctx):
         return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
@@ -197,6 +198,7 @@ def _lower_partitioned(
 
 
 def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call | None:
+    """Returns the bare product that `_lower_partitioned` emitted; see `sharding.product_at`."""
     subscripts = Subscripts.parse(words["subscripts"])
     return call_between(subscripts, options_of_words(words), operands, value)
 

@@ -103,6 +103,7 @@ def request_of_dots(
 
 
 def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
+    """Leaves out products of which no result is used."""
     params, kept = dict(equation.params), list[bool]()
     if not params["functions"]:
         return [True, *used], params

@@ -91,6 +91,7 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
         return apart(ctx, *values, **params)  # XLA's ragged product is not worth a function with it
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        """Emits a product with its function, or else the product and the function behind it."""
         if not sharding.applies(ctx):
             return None
         if not params["product"].batch:  # else by its products, which are mapped

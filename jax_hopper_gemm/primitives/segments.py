@@ -70,6 +70,7 @@ def _over_batch(function: Any, count: int, *axes: int | None) -> Any:
 
 
 def _owners(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
+    """Returns the number of each row's matrix; -1 for a row of no group."""
     of = partial(group_of_rows, groups=groups, length=length)
     return _over_batch(of, sizes.ndim - 1, 0)(sizes)
 
