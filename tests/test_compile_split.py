@@ -1,4 +1,4 @@
-"""The machine code of kernels whose clusters share the k-tiles of a tile."""
+"""The machine code of kernels whose clusters, or their CTAs, share the k-tiles of a tile."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ SPLIT = [
     replace(LARGE, split_k=True, tile_n=128, warp_schedule="pingpong"),
     *[spec for spec in compiled_specs() if spec.split_k][::2],
 ]
+SHARED = [spec for spec in compiled_specs() if spec.cluster_k > 1]
 WHOLE = {spec: replace(spec, split_k=False) for spec in SPLIT}
-SPECS = [*WHOLE, *WHOLE.values()]
+SPECS = [*WHOLE, *WHOLE.values(), *SHARED]
 
 
 @pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
@@ -41,6 +42,15 @@ def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, b
     assert "MEMBAR.ALL.GPU" in split
     assert len(re.findall(r"\bSTG\.E\.64\.STRONG\.GPU", split)) == 1, "one release of a flag"
     assert len(re.findall(r"\bLDG\.E\.64\.STRONG\.GPU", split)) == 1, "one wait for it"
+
+
+@pytest.mark.parametrize("spec", SHARED, ids=lambda spec: spec.name)
+def test_sums_of_a_cluster_stay_in_shared_memory(spec, built):
+    *_, code = code_of(spec, built)
+    assert len(re.findall(r"\bSTS\.128", code)) == spec.tile_registers // 4, "a CTA leaves its sums"
+    of_share = spec.tile_registers // spec.shares // 4
+    assert len(re.findall(r"\bLD\.E\.128", code)) == spec.cluster_k * of_share, "and reads a share"
+    assert len(re.findall(r"\bUCGABAR_ARV", code)) == 2, "a barrier before that, and one to leave"
 
 
 def waits(code: str) -> int:

@@ -12,6 +12,7 @@ from jax_hopper_gemm.gemm.k_split import (
     first_unit,
     make_k_split,
     next_unit,
+    part_of,
     place_of,
     split_of,
 )
@@ -115,3 +116,13 @@ def test_whole_waves_are_taken_by_tiles():
     assert split.items == 132 + 264
     assert begin_of(split, 64, 132) == 216 * 64
     assert begin_of(split, 64, split.items) == 480 * 64
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("k_tiles", [8, 9, 15, 1000])
+def test_ctas_of_a_cluster_share_all_k_tiles_evenly(k_tiles: int, ranks: int):
+    parts = [part_of(k_tiles, rank, ranks) for rank in range(ranks)]
+    assert [k for first, count in parts for k in range(first, first + count)] == list(
+        range(k_tiles)
+    )
+    assert max(count for _, count in parts) - min(count for _, count in parts) <= 1

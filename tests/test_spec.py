@@ -99,6 +99,10 @@ def test_a_plain_spec_has_no_violations():
         ({"num_stages": 5}, f"a CTA has {SMEM_LIMIT}"),
         ({"evict_first": "d"}, "L2 evicts 'd' first"),
         ({"short_boxes": True, "cluster_n": 2}, "boxes end with their matrices"),
+        ({"cluster_k": 2}, "take a cluster of 1x1, the scheduler single, no split-K"),
+        ({"cluster_k": 3, "tile_scheduler": "single"}, "cluster_k 3 is not 1, 2, 4 or 8"),
+        ({"cluster_k": 2, "tile_scheduler": "single", "num_stages": 2},
+         "131072 bytes of sums do not fit in 2 stages"),
     ],
 )  # fmt: skip
 def test_each_violation_names_the_value(change, reason):
@@ -118,6 +122,9 @@ def test_each_violation_names_the_value(change, reason):
         ({"epilogue": PAIR, "tile_n": 96, "cluster_m": 2, "epi_tile_n": 16}, "48 columns do not"),
         ({"epilogue": PAIR, "tile_n": 160}, "dividing 80 columns"),
         ({"epilogue": MASKED, "epi_tile_n": 16, "epi_load_stages": 2}, "narrow for a bool"),
+        ({"epilogue": PAIR, "cluster_k": 2, "tile_scheduler": "single"}, "no group, panel or gate"),
+        ({"epilogue": MASKED, "cluster_k": 2, "tile_scheduler": "single", "epi_load_stages": 2},
+         "4 subtiles of a share, but 2 stages of their operands"),
         ({"epilogue": MASKED}, "epi_load_stages 0, of an epilogue that loads 1 operands"),
         ({"epilogue": MASKED, "epi_load_stages": 1}, "epi_load_stages 1"),
         ({"epilogue": MASKED, "epi_load_stages": 22, "tile_m": 64, "tile_n": 32, "num_stages": 12},

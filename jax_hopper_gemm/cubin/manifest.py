@@ -106,7 +106,7 @@ def derive_manifest(spec: KernelSpec, cubin: bytes) -> Manifest:
             for param, place in zip(params, code.parameters, strict=True)
         ),
         threads=code.threads,
-        cluster=(spec.cluster_m, spec.cluster_n, 1),
+        cluster=(spec.cluster_m, spec.cluster_n, spec.cluster_k),
         registers=code.registers,
         stack_bytes=code.stack_bytes,
         static_smem_bytes=code.static_smem_bytes,

@@ -101,6 +101,12 @@ def split_of(tiles: int, k_tiles: int, k: int, clusters: int) -> tuple[int, int]
     return split_tiles, min(clusters, max(split_tiles, split_tiles * most))
 
 
+def part_of(k_tiles: Any, rank: Any, ranks: int) -> tuple[Any, Any]:
+    """Returns first k-tile and k-tiles of one of the CTAs of a cluster that share a tile."""
+    first = k_tiles * rank // ranks
+    return first, k_tiles * (rank + 1) // ranks - first
+
+
 def is_worth_splitting(tiles: int, clusters: int) -> bool:
     """Returns whether whole tiles would leave most clusters idle, at once or in the last wave."""
     return 0 < 2 * (tiles % clusters) <= clusters

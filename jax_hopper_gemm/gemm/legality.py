@@ -26,6 +26,7 @@ MAX_GATED_IN_TURNS_K = 128  # elements of K of two B's that registers hold as th
 IN_TURNS_STAGES = 4  # of two, a warpgroup would wait for the one that it still multiplies
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4))
+CLUSTERS_K = (1, 2, 4, 8)  # CTAs that share the k-tiles of a tile
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
 # so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
 MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -153,12 +154,38 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
     if (s.cluster_m, s.cluster_n) not in CLUSTERS:
         clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
         yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"
+    if s.cluster_k > 1:
+        yield from _cluster_k_violations(s)
     if s.evict_first not in (None, "a", "b"):
         yield f"L2 evicts {s.evict_first!r} first, not 'a' or 'b'"
     elif s.evict_first and s.evict_first == s.gathered:
         yield f"{s.evict_first.upper()} is gathered, not loaded by TMA with a policy for L2"
-    if s.short_boxes and (s.grouped or s.cluster_size > 1):
+    if s.short_boxes and (s.grouped or s.cluster_m * s.cluster_n > 1):
         yield "boxes end with their matrices, but groups or slices for a cluster end them elsewhere"
+
+
+def _cluster_k_violations(spec: GemmSpec) -> Iterator[str]:
+    s, graph = spec, spec.graph
+    if s.cluster_k not in CLUSTERS_K:
+        yield f"cluster_k {s.cluster_k} is not {one_of(tuple(map(str, CLUSTERS_K)))}"
+    if s.cluster_m * s.cluster_n > 1 or s.tile_scheduler != "single" or s.split_k:
+        yield (
+            "CTAs of a cluster that share the k-tiles of one tile compute no other, and share "
+            "them with no other cluster: take a cluster of 1x1, the scheduler single, no split-K"
+        )
+    if s.grouped or s.panels > 1 or graph.accumulators > 1:
+        yield "CTAs of a cluster share the k-tiles of plain tiles: of no group, panel or gate"
+    if s.promoted or s.b_in_registers or s.bf16_terms or s.acc_dtype != "float32":
+        yield "CTAs of a cluster add up float32 sums of operands in shared memory, no others"
+    if len(graph.matrices) < len(graph.results) or graph.needs_whole_rows or graph.row_nodes:
+        yield "each CTA of such a cluster stores some columns of a tile, but the epilogue reduces"
+    if (sums := 4 * s.d_tile_m * s.tile_n) > s.num_stages * s.stage_bytes:
+        yield f"{sums} bytes of sums do not fit in {s.num_stages} stages, where CTAs leave them"
+    # NOTE: a barrier of the cluster waits for all warps that have not left. One that loads operands
+    # must leave before, and so wait for no stage that is read behind that barrier.
+    subtiles = s.rows_per_warpgroup // EPI_TILE_M * (s.share.tile_n // s.epi_tile_n)
+    if graph.loaded and subtiles > s.epi_load_stages:
+        yield f"{subtiles} subtiles of a share, but {s.epi_load_stages} stages of their operands"
 
 
 def _simt_violations(spec: GemmSpec) -> Iterator[str]:
@@ -257,7 +284,7 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} does not split into gate and up of multiples of 16 columns"
     if columns % (16 * s.cluster_m):
         yield f"{columns} columns do not split into {s.cluster_m} multicast slices of 16"
-    stored = columns // s.warpgroups_n
+    stored = s.share.d_tile_n // s.warpgroups_n
     if s.epi_tile_n not in (16, 32, 64) or stored % s.epi_tile_n:
         yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {stored} columns"
     if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):

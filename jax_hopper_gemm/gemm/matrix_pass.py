@@ -18,6 +18,7 @@ class PassSpec:
     threads: ClassVar[int] = THREADS
     cluster_m: ClassVar[int] = 1
     cluster_n: ClassVar[int] = 1
+    cluster_k: ClassVar[int] = 1
 
     @property
     def smem_bytes(self) -> int:

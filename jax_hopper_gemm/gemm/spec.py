@@ -7,7 +7,7 @@ Equal specs share it, whatever the extents. What a launch may still choose is a
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class GemmSpec(ProblemType):
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
+    cluster_k: int = 1  # CTAs of a cluster that share the k-tiles of its tile, see `finish`
 
     @cached_property
     def graph(self) -> EpilogueGraph:
@@ -224,7 +225,23 @@ class GemmSpec(ProblemType):
 
     @cached_property
     def cluster_size(self) -> int:
-        return self.cluster_m * self.cluster_n
+        return self.cluster_m * self.cluster_n * self.cluster_k
+
+    @cached_property
+    def shares(self) -> int:
+        """Shares of a tile's columns, each stored by one of the CTAs that share its k-tiles.
+
+        Columns come in steps of 16, so some CTAs may store none.
+        """
+        blocks = self.tile_n // 16
+        return max(n for n in range(1, self.cluster_k + 1) if blocks % n == 0)
+
+    @property
+    def share(self) -> GemmSpec:
+        """What an epilogue is that of: this kernel, or one whose tile is such a share."""
+        if self.cluster_k == 1:
+            return self
+        return replace(self, tile_n=self.tile_n // self.shares, cluster_k=1)
 
     @property
     def paired(self) -> bool:
@@ -282,6 +299,7 @@ class GemmSpec(ProblemType):
     def name(self) -> str:
         """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
         s, blocks = self, self.a_block or self.b_block
+        clusters = (s.cluster_m, s.cluster_n, *([s.cluster_k] if s.cluster_k > 1 else []))
         operands = dict.fromkeys((s.a_dtype, s.b_dtype))  # one name where they are the same
         dtypes = "_".join(DTYPES[name].short for name in (*operands, s.d_dtype))
         layout = ("t" if s.a_major == "k" else "n") + ("t" if s.b_major == "n" else "n")
@@ -300,7 +318,7 @@ class GemmSpec(ProblemType):
         parts = [
             "jhg", f"grouped_{s.grouped}" if s.grouped else "gemm",
             *(part for part, named in kind.items() if named), dtypes, layout,
-            f"{s.tile_m}x{s.tile_n}x{s.tile_k}", f"{s.cluster_m}x{s.cluster_n}",
+            f"{s.tile_m}x{s.tile_n}x{s.tile_k}", "x".join(map(str, clusters)),
             s.warp_schedule, s.tile_scheduler, f"s{s.num_stages}",
             f"e{s.epi_tile_n}x{s.epi_stages}",
             *(part for part, named in further.items() if named),

@@ -1,7 +1,8 @@
 """The finish of a tile: the step between its multiplication and its epilogue. One policy a class.
 
 Where K is split, several CTAs each multiply some k-tiles of one tile (`gemm/k_split.py`). The one
-that has the last adds the others' partial sums to its own and stores the tile.
+that has the last adds the others' partial sums, in global memory, to its own and stores the tile.
+Where CTAs of a cluster share the k-tiles, they add up and store it together.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 
 from ..gemm.k_split import begin_of
 from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
+from ..gemm.smem import EPI_TILE_M
 from . import flags
-from .shared_memory import WARPGROUP
+from .shared_memory import WARPGROUP, BarrierId
 
 VECTOR = 4  # float32 of 16 bytes
 
@@ -26,15 +29,27 @@ class NoFinish:
     def __init__(self, spec):
         self.spec = spec
 
-    def cta_view(self, args, cta):
+    def cta_view(self, args, cta, stages):
         """Returns what `combine` takes of a CTA; called by its math threads."""
+
+    def registers_of_share(self, acc):
+        """Returns a thread's accumulators of what this CTA stores of a tile."""
+        return acc
+
+    def share_of(self, coords):
+        """Returns the coordinates of what this CTA stores of a tile, as `GemmSpec.share` has it."""
+        return coords
+
+    def leave(self):
+        """Waits until this CTA may leave; called by its math threads."""
 
     def stores(self, coords):
         """Returns whether this CTA stores the tile. True folds away; the GPU evaluates others."""
         return True
 
-    def combine(self, view, acc, coords):
-        """Adds to a thread's accumulators what other CTAs have of the tile; returns `stores`."""
+    def combine(self, view, acc, share, coords):
+        """Adds what other CTAs have of the tile, or of the share that this one stores, to a
+        thread's accumulators; returns `stores`."""
         return True
 
 
@@ -69,7 +84,7 @@ class OrderedSum(NoFinish):
         most = max(1, free // VECTOR)
         self.chunk = max(n for n in range(1, most + 1) if self.vectors % n == 0)
 
-    def cta_view(self, args, cta):
+    def cta_view(self, args, cta, stages):
         s = self.spec
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) % self.threads
         rank = cta.m + s.cluster_m * cta.n
@@ -85,7 +100,7 @@ class OrderedSum(NoFinish):
         return coords.part.is_last
 
     @cute.jit
-    def combine(self, view, acc, coords):
+    def combine(self, view, acc, share, coords):
         part = coords.part
         if part.is_last:
             first = part.item
@@ -95,15 +110,15 @@ class OrderedSum(NoFinish):
             if first < part.item:
                 self.add(view, acc, first, part.item)
         else:
-            self.leave(view, acc, part.item)
+            self.leave_sums(view, acc, part.item)
         return part.is_last
 
     def begins(self, view, item):
         return begin_of(view.args.split_k.tape, view.args.k_tiles, item, Int64, Int32)
 
     @cute.jit
-    def leave(self, view, acc, item):
-        cute.autovec_copy(self.vectors_of(acc), self.slot_of(view, item))
+    def leave_sums(self, view, acc, item):
+        cute.autovec_copy(_vectors(acc, self.vectors), self.slot_of(view, item))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             flags.release(self.flag_of(view, item))
@@ -119,7 +134,7 @@ class OrderedSum(NoFinish):
     @cute.jit
     def add(self, view, acc, first, end):
         """Adds the partial sums of the items from `first` to before `end`, one at least."""
-        sums = self.vectors_of(acc)
+        sums = _vectors(acc, self.vectors)
         if cutlass.const_expr(self.runs_ahead):  # a slot is added while the next arrives
             arrived = self.load(view, first, 0)
             for item in cutlass.range(first + 1, end, unroll=1):
@@ -144,10 +159,6 @@ class OrderedSum(NoFinish):
             at = j, chunk * self.chunk + i
             sums[at] = sums[at] + loaded[j, i]
 
-    def vectors_of(self, acc):
-        """Returns a thread's accumulators as (VECTOR, vectors)."""
-        return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, self.vectors)))
-
     def slot_of(self, view, item):
         floats = self.spec.cluster_size * self.spec.d_tile_m * self.spec.tile_n
         return cute.domain_offset((Int64(item) * floats, 0), view.slot)
@@ -156,6 +167,90 @@ class OrderedSum(NoFinish):
         return view.flag + item * (self.spec.cluster_size * self.spec.tile_warps)
 
 
+class ClusterSum(NoFinish):
+    """Adds the sums of a cluster's CTAs, in the order of K; each CTA stores a share of the tile.
+
+    When a CTA has multiplied its k-tiles, its stages are free. Its threads leave their accumulators
+    there, in vectors of 16 bytes that lie side by side over a warp. So each thread finds those of
+    the same thread of the other CTAs, and reads the columns of its CTA's share.
+
+        accumulators -> stages, once all math warps have read them
+        barrier of the cluster: all have left theirs
+        sums of the share, of all CTAs -> epilogue
+        barrier of the cluster, before any CTA leaves: all have read
+    """
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.threads = 32 * spec.tile_warps
+        self.blocks = spec.rows_per_warpgroup // EPI_TILE_M
+        # Of a thread's 64 rows: a vector for each 8 columns.
+        self.vectors, self.of_share = spec.tile_n // 8, spec.share.tile_n // 8
+
+    def cta_view(self, args, cta, stages):
+        """Returns the address of the thread's first vector in stages."""
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        return stages.sA.iterator.toint() + thread * (4 * VECTOR)
+
+    def registers_of_share(self, acc):
+        return cute.make_rmem_tensor(((2, 2, self.of_share), self.blocks, 1), Float32)
+
+    def share_of(self, coords):
+        return coords._replace(n=coords.n * self.spec.shares + coords.part)
+
+    def stores(self, coords):
+        if self.spec.shares == self.spec.cluster_k:
+            return True
+        return coords.part < self.spec.shares
+
+    @cute.jit
+    def combine(self, view, acc, share, coords):
+        pipeline.NamedBarrier(BarrierId.MATH, self.threads).arrive_and_wait()
+        count = self.blocks * self.vectors
+        pointer = cute.make_ptr(Float32, view, cute.AddressSpace.smem, assumed_align=4 * VECTOR)
+        layout = cute.make_layout((VECTOR, count), stride=(1, VECTOR * self.threads))
+        cute.autovec_copy(_vectors(acc, count), cute.make_tensor(pointer, layout))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        stores = self.stores(coords)
+        if stores:
+            self.add(view, share, coords.part)
+        cute.arch.cluster_arrive_relaxed()
+        return stores
+
+    def add(self, view, share, rank):
+        """Adds up a thread's vectors of the `rank`-th share."""
+        sums, pitch = _vectors(share, self.blocks * self.of_share), 4 * VECTOR * self.threads
+        first = view + rank * (self.of_share * pitch)
+        for block, column in product(range(self.blocks), range(self.of_share)):
+            address = first + (block * self.vectors + column) * pitch
+            for cta, i in product(range(self.spec.cluster_k), range(VECTOR)):
+                if i == 0:
+                    loaded = _load_of(cta, address)
+                at = i, block * self.of_share + column
+                sums[at] = sums[at] + loaded[i] if cta else loaded[i]
+
+    def leave(self):
+        cute.arch.cluster_wait()
+
+
+def _vectors(registers, count):
+    """Returns a thread's sums as (VECTOR, vectors)."""
+    return cute.make_tensor(registers.iterator, cute.make_layout((VECTOR, count)))
+
+
+def _load_of(cta, address):
+    """Returns the vector at an address of shared memory, of one of the cluster's CTAs."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .u32 there; mapa.shared::cluster.u32 there, {{$r0}}, {cta}; "
+        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [there]; }",
+        write_only_types=[Float32] * VECTOR,
+        read_only_args=[address],
+    )
+
+
 def make_finish(spec):
     """Returns the finish of `spec`'s tiles."""
+    if spec.cluster_k > 1:
+        return ClusterSum(spec)
     return (OrderedSum if spec.split_k else NoFinish)(spec)

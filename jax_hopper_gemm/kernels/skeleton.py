@@ -53,7 +53,7 @@ class GemmKernel:
         self.producer = make_producer(spec)
         self.consumer = make_consumer(spec, self.producer, self.schedule.atom_layout_m)
         self.finish = make_finish(spec)
-        self.epilogue = FusedEpilogue(spec)
+        self.epilogue = FusedEpilogue(spec.share)
         self.zero_fill = ZeroFillWarp(spec)
         self.skip = partial(skip_tile, spec)
 
@@ -67,9 +67,9 @@ class GemmKernel:
         tma_ab = self.producer.make_tma_atoms(args.tma_ab)
         results, operands = self.epilogue.make_tma_atoms(args.results, args.operands)
         self.kernel(args._replace(tma_ab=tma_ab, results=results, operands=operands)).launch(
-            grid=(s.cluster_m, s.cluster_n, 1),
+            grid=(s.cluster_m, s.cluster_n, s.cluster_k),
             block=(s.threads, 1, 1),
-            cluster=(s.cluster_m, s.cluster_n, 1),
+            cluster=(s.cluster_m, s.cluster_n, s.cluster_k),
             smem=s.smem_bytes,
             min_blocks_per_mp=1,  # NOTE: without it ptxas silently drops setmaxnreg
             stream=stream,
@@ -80,8 +80,8 @@ class GemmKernel:
         """Sets up what all threads share, then gives each warp its role; `args`: `KernelArgs`."""
         s = self.spec
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
-        cta = CtaInCluster(cta_m, cta_n)
+        cta_m, cta_n, cta_k = cute.arch.block_in_cluster_idx()
+        cta = CtaInCluster(cta_m, cta_n, cta_k)
 
         parameters = Parameters.of(s.graph, args)
         if warp == self.producer.loader_warps[0]:
@@ -97,7 +97,7 @@ class GemmKernel:
 
         tiles = Tiles(s, self.scheduler, scheduled, args, cta)
         tma_coords = TmaCoords(s, args)
-        epilogue = CtaView(parameters, shared, operand_barriers, tma_coords)
+        epilogue = CtaView(parameters, shared, operand_barriers, TmaCoords(s.share, args))
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -123,7 +123,7 @@ class GemmKernel:
                     self.zero_fill.run(tiles)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(stages, ring, tiles, epilogue, self.finish.cta_view(args, cta))
+            self.math(stages, ring, tiles, epilogue, self.finish.cta_view(args, cta, stages))
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # NOTE: the mailbox's first CTA must not leave while others may still arrive on it.
@@ -174,7 +174,8 @@ class GemmKernel:
         while tiles.exists(tile):
             coords = tiles.coords(tile)
             if self.finish.stores(coords):
-                loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, coords)
+                share = self.finish.share_of(coords)
+                loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, share)
             tile, reader = tiles.next(tile, reader)
             tile, reader, loaded = self.schedule.skip_partner_tile(
                 tiles, tile, reader, loaded, keep
@@ -203,9 +204,8 @@ class GemmKernel:
 
         view = self.consumer.partition_for_math(stages, warpgroup, tiles.args)
         mma = self.consumer.make_tiled_mma(1)
-        results = self.epilogue.math_view(
-            epilogue, mma, warpgroup, math_thread % WARPGROUP, view.acc
-        )
+        share = self.finish.registers_of_share(view.acc)
+        results = self.epilogue.math_view(epilogue, mma, warpgroup, math_thread % WARPGROUP, share)
 
         state = make_pipeline_state(PipelineUserType.Consumer, self.spec.num_stages)
         written = Int32(0)
@@ -216,10 +216,10 @@ class GemmKernel:
                 scalars = self.epilogue.load_scalars(results, coords)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
-                if self.finish.combine(exchange, self.consumer.sums(view), coords):
+                if self.finish.combine(exchange, self.consumer.sums(view), share, coords):
                     self.consumer.settle(view)
                     written = self.epilogue.store_tile(
-                        results, scalars, is_store_warp, written, coords
+                        results, scalars, is_store_warp, written, self.finish.share_of(coords)
                     )
             else:
                 state = pass_over_tile(ring, state, coords)
@@ -228,6 +228,7 @@ class GemmKernel:
                 tiles, tile, reader, state, self.skip
             )
         self.epilogue.drain(is_store_warp)
+        self.finish.leave()
 
 
 def keep(state, coords):

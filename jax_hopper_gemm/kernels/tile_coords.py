@@ -14,7 +14,7 @@ from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
 from ..gemm.group_search import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
-from ..gemm.k_split import place_of
+from ..gemm.k_split import part_of, place_of
 from ..gemm.kernel_params import BATCH_MODES
 from ..gemm.raster import tile_at
 from ..gemm.smem import EPI_TILE_M
@@ -26,10 +26,11 @@ MIN_TILE = 16  # rows or columns
 
 
 class CtaInCluster(NamedTuple):
-    """Where a CTA lies in its cluster; its rank there is m + cluster_m * n."""
+    """Where a CTA lies in its cluster; its rank there is m + cluster_m * n where k is 0."""
 
     m: Any
     n: Any
+    k: Any
 
 
 class TileCoords(NamedTuple):
@@ -45,7 +46,7 @@ class TileCoords(NamedTuple):
     together: Any = None  # whether both CTAs of a `paired` cluster have these columns
     # The first of the k-tiles. A Python 0 folds away: only where K is split is it the GPU's number.
     k_first: Any = 0
-    part: Any = None  # `k_split.Part` where K is split
+    part: Any = None  # `k_split.Part` where K is split; of a cluster's CTAs that share it, which
     filled: Any = None  # whether its group has any k-tiles, where K is cut into whole ones
     panel: Any = None  # where B and D are several panels, which one `n` counts tiles of
 
@@ -63,6 +64,9 @@ def coords_of(spec, args, tile, cta):
         if s.split_k:
             tape = args.split_k.tape
             tile, k_first, k_tiles, part = place_of(tape, args.k_tiles, tile, Int64, Int32)
+        if s.cluster_k > 1:
+            part = cta.k
+            k_first, k_tiles = part_of(args.k_tiles, part, s.cluster_k)
         cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
         m, n = cluster_m * s.cluster_m + cta.m, cluster_n * s.cluster_n + cta.n
         panel = None

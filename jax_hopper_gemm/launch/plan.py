@@ -98,8 +98,8 @@ def make_plan(
     values |= {name: Pointer(first + i) for i, name in enumerate(workspaces)}
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
-        grid=(spec.cluster_m * launched, spec.cluster_n, 1),
-        cluster=(spec.cluster_m, spec.cluster_n, 1), threads=spec.threads,
+        grid=(spec.cluster_m * launched, spec.cluster_n, spec.cluster_k),
+        cluster=(spec.cluster_m, spec.cluster_n, spec.cluster_k), threads=spec.threads,
         smem_bytes=spec.smem_bytes, params=in_kernel_order(spec, values),
         workspaces=tuple(workspaces.values()),
     )  # fmt: skip

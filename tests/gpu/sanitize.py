@@ -41,6 +41,7 @@ from support.policies import (
     covering_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
+    shared_specs,
     traits_of,
 )
 
@@ -71,7 +72,8 @@ def main() -> int:
     elif arguments.grouped:
         specs, check = list(grouped_covering_specs()), check_grouped
     else:
-        specs = [*epilogue_covering_specs(), *covering_specs(), *table_specs(gpu.device)]
+        specs = [*shared_specs(), *epilogue_covering_specs(), *covering_specs()]
+        specs += table_specs(gpu.device)
         specs = [spec for spec in specs if not spec.grouped]
         check = check_plain
     if arguments.unset:

@@ -219,6 +219,8 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         m = _aligned(m, alignment(spec))
     if spec.tile_m < spec.d_tile_m:  # the kernel has one row of tiles
         m = min(m, spec.tile_m)
+    if spec.cluster_k > 1:  # each CTA has a k-tile
+        k = max(k, (spec.cluster_k - 1) * spec.tile_k + 1)
     if spec.a_major == "k" or spec.b_major == "k":
         k = _aligned(k, alignment(spec))
     a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)

@@ -23,6 +23,7 @@ OTHER_VALUES = {  # for each field of a spec, one that SPEC does not have
     "cluster_n": 2, "warp_schedule": "pingpong", "tile_scheduler": "dynamic", "num_stages": 5,
     "epi_tile_n": 64, "epi_stages": 2, "epi_load_stages": 2, "grouped": "m", "gathered": "a",
     "indexed": "a", "nested": True, "short_boxes": True, "evict_first": "b", "split_k": True,
+    "cluster_k": 2,
     "promoted": True, "a_block": 1, "b_block": 128, "bf16_terms": 3, "k_group": 128,
     "simt_width": 4, "d_major": "m", "loose_d": True, "panels": 2,
     "epilogue": EpilogueGraph(

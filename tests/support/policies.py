@@ -66,16 +66,18 @@ converted_specs = _covering_set(*CONVERTED_CHOICES)
 @cache
 def stacked_specs() -> tuple[GemmSpec, ...]:
     """Returns some of `covering_specs`, with A or B one matrix of a stack."""
-    return tuple(
+    stacked = tuple(
         replace(spec, indexed="b" if i % 2 else "a") for i, spec in enumerate(covering_specs()[::4])
     )
+    return (*stacked, *_shared(stacked[::3]))
 
 
 @cache
 def nested_specs() -> tuple[GemmSpec, ...]:
     """Returns some of the covering specs, plain and with epilogues, with a nested batch."""
     dense = (*covering_specs()[1::8], *epilogue_covering_specs()[1::6])
-    return tuple(replace(spec, nested=True) for spec in _of_one_plane(dense))
+    nested = tuple(replace(spec, nested=True) for spec in _of_one_plane(dense))
+    return (*nested, *_shared(nested[::3]))
 
 
 @cache
@@ -87,7 +89,8 @@ def short_box_specs() -> tuple[GemmSpec, ...]:
         replace(spec, short_boxes=True, evict_first=(None, "a", "b")[i % 3])
         for i, spec in enumerate(s for s in alone if "k" in (s.a_major, s.b_major))
     )
-    return tuple(spec for spec in streams if not violations(spec))[::2]
+    short = _legal(streams)[::2]
+    return (*short, *_shared(short[::3]))
 
 
 @cache
@@ -96,6 +99,26 @@ def split_specs() -> tuple[GemmSpec, ...]:
     some = (*covering_specs()[::3], *epilogue_covering_specs()[::4], *large_cluster_specs()[::2])
     split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
     return _legal(split)
+
+
+@cache
+def shared_specs() -> tuple[GemmSpec, ...]:
+    """Returns those of the covering specs, plain and with epilogues, and some that store D along M,
+    whose k-tiles CTAs of a cluster can share."""
+    transposed = (s for s in transposed_specs() if not (s.nested or s.indexed))
+    some = itertools.islice(transposed, 0, None, 4)
+    return _shared((*covering_specs(), *epilogue_covering_specs(), *some))
+
+
+def _shared(specs: Iterable[GemmSpec]) -> tuple[GemmSpec, ...]:
+    """Returns legal ones of kernels with two, four and eight CTAs for each tile."""
+    return _legal(
+        replace(
+            spec, cluster_m=1, cluster_n=1, cluster_k=(2, 4, 8)[i % 3], tile_scheduler="single",
+            warp_schedule="cooperative", split_k=False,
+        )
+        for i, spec in enumerate(specs)
+    )  # fmt: skip
 
 
 @cache
@@ -124,7 +147,8 @@ def loose_specs() -> tuple[GemmSpec, ...]:
         for spec in some
         if spec.graph.matrices and all(o.kind != "matrix" for o in spec.graph.operands)
     )
-    return _legal(loose)
+    legal = _legal(loose)
+    return (*legal, *_shared(legal[::4]))
 
 
 @cache
@@ -211,7 +235,7 @@ def all_specs() -> tuple[GemmSpec, ...]:
         epilogue_covering_specs, large_cluster_specs, grouped_covering_specs, eight_bit_specs,
         eight_bit_variants, block_specs, chosen_epilogue_specs, transposed_specs, parts_specs,
         stored_parts_specs, tf32_specs, converted_specs, converted_variants, loose_specs,
-        panel_specs,
+        panel_specs, shared_specs,
     )  # fmt: skip
     return tuple(dict.fromkeys(spec for specs in sets for spec in specs()))
 
@@ -234,7 +258,7 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
             *split_specs(), *transposed_specs(), *loose_specs(), *panel_specs(),
             *epilogue_covering_specs(), *large_cluster_specs(), *grouped_covering_specs(),
-            *chosen_epilogue_specs(), *chosen_specs(),
+            *shared_specs(), *chosen_epilogue_specs(), *chosen_specs(),
         )
     )  # fmt: skip
     pairs = covering_subset(pool, partial(shown_by_code, alone=_EXTENTS_AND_DTYPES))
@@ -273,7 +297,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     return [
         *((field, getattr(spec, field)) for field in fields),
         ("majors", (spec.a_major, spec.b_major)),
-        ("cluster", (spec.cluster_m, spec.cluster_n)),
+        ("cluster", (spec.cluster_m, spec.cluster_n, spec.cluster_k)),
         ("groups", (spec.grouped, spec.gathered)),
         ("accumulators", spec.graph.accumulators),
         ("k_group", spec.k_group),
