@@ -45,6 +45,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     considered_specs,
     filled_spec,
     is_medium,
+    is_narrow,
     types_of,
     worthwhile,
 )
@@ -293,6 +294,7 @@ def main() -> int:
         ("--split-sectors", attrgetter("splits_sectors"), "whose rows of D begin within a sector"),
         ("--stores", stores, "with large results of short K"),
         ("--medium", is_medium, "of about one wave of tiles"),
+        ("--narrow", is_narrow, "of few tiles and a long K"),
         ("--small", small, f"that move less than {SMALL / 1e6:.0f} MB, of more rows and columns"),
         ("--few-rows", few_rows, f"of up to {FEW} rows or columns"),
     ):

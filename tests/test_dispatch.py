@@ -173,6 +173,24 @@ def test_products_of_about_one_wave_take_tiles_of_their_own():
     assert found == {(3584, 2816): 4, (4 * 3584, 2816): False, (3584, 256): False}
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "ctas"),
+    [
+        (32, 128, 7168, 8),
+        (16, 1024, 8192, 4),
+        (64, 2560, 5376, 2),
+        (32, 128, 512, 1),
+        (32, 28672, 8192, 1),
+    ],
+)
+def test_a_cluster_shares_the_long_k_of_few_tiles(m: int, n: int, k: int, ctas: int):
+    """On an H200 the second took 7.1 us, 9.5 with partial sums in global memory."""
+    decision = choose(GemmProblem.dense(m, n, k), H200, kernel_only=True)
+    assert decision.spec and decision.spec.cluster_k == ctas
+    shared = f"K of each shared by {ctas} thread blocks"
+    assert (shared in decision.reason) == (ctas > 1)
+
+
 def test_reason_gives_time_bound_tiles_and_waves():
     decision = choose(SQUARE, H200, kernel_only=True)
     assert decision.source == "model"
@@ -359,6 +377,11 @@ def test_few_rows_take_boxes_that_end_with_them(m):
     assert estimate(problem, tall, RasterOrder(), H200).ns > best.cost.ns
 
 
+def of_kernel(spec: GemmSpec, operand: str | None) -> str | None:
+    """Returns which operand of a kernel an operand is: of D's transpose the other one."""
+    return {"a": "b", "b": "a", None: None}[operand] if spec.d_major == "m" else operand
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "first"),
     [(16, 2048, 2048, "b"), (16, 4096, 4096, None), (1, 5120, 4096, None), (16, 6144, 4096, "b")],
@@ -368,7 +391,8 @@ def test_a_stream_that_l2_holds_from_call_to_call_is_not_evicted_first(m, n, k, 
     problem = GemmProblem.dense(m, n, k)
     for decision in (choose(problem, H200, kernel_only=True), choose_invariant(problem, H200)):
         spec = decision.spec
-        assert spec is not None and spec.short_boxes and spec.evict_first == first
+        assert spec is not None and spec.short_boxes
+        assert spec.evict_first == of_kernel(spec, first)
         assert spec in table_specs(H200)
 
 
@@ -379,7 +403,8 @@ def test_a_stream_of_a_stack_is_not_evicted_first_if_l2_holds_the_stack(n, k, st
     problem = replace(GemmProblem.dense(16, n, k), indexed="b", stack=stack)
     for decision in (choose(problem, H200, kernel_only=True), choose_invariant(problem, H200)):
         spec = decision.spec
-        assert spec is not None and (spec.indexed, spec.evict_first) == ("b", first)
+        assert spec is not None and spec.indexed == of_kernel(spec, "b")
+        assert spec.evict_first == of_kernel(spec, first)
 
 
 @pytest.mark.parametrize(

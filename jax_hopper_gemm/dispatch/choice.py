@@ -275,6 +275,8 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
     waves = f"in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, {cost.occupancy:.0%} full"
     if spec.split_k:
         waves = _sharing(problem, spec, device)
+    if spec.cluster_k > 1:
+        waves += f", K of each shared by {spec.cluster_k} thread blocks"
     transposed = " of D's transpose" if spec.d_major == "m" else ""
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "

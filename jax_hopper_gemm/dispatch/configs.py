@@ -36,6 +36,7 @@ class Config:
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None
     split_k: bool = False
+    cluster_k: int = 1
 
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
@@ -252,6 +253,17 @@ MEDIUM_CONFIGS = (
     ),
 )  # fmt: skip
 
+# Narrow products of long K: CTAs of a cluster share the k-tiles of each tile.
+NARROW_CONFIGS = tuple(
+    Config(64, n, k_bytes, cluster_k=ctas, tile_scheduler="single", short_boxes=True)
+    for n, k_bytes, *clusters in (
+        (16, 2 * SWIZZLE_BYTES, 2, 4), (32, 2 * SWIZZLE_BYTES, 2, 4, 8),
+        (48, 2 * SWIZZLE_BYTES, 4, 8), (64, 2 * SWIZZLE_BYTES, 2, 4, 8),
+        (96, SWIZZLE_BYTES, 4, 8), (128, SWIZZLE_BYTES, 4, 8),
+    )
+    for ctas in clusters
+)  # fmt: skip
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),
@@ -395,3 +407,4 @@ def tuner_configs() -> Iterator[Config]:
             if not split_k:
                 stream = Config(64, tile_n, k_bytes, tile_scheduler=scheduler, short_boxes=True)
                 yield from (stream, replace(stream, evict_first="b"))
+    yield from NARROW_CONFIGS

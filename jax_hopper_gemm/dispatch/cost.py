@@ -78,6 +78,9 @@ HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
+# Fitted over 664 times of kernels whose clusters share k-tiles, of 55 products, which then err by
+# 9 % (rms): cycles for each SM that is at work, and the rate at which a CTA reads the others' sums.
+CLUSTER_CYCLES_OF_SM, CLUSTER_BYTES_PER_CYCLE = 18.6, 14.5
 HANDOVER_CYCLES = 1000.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.067  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 COPY_PASSES = 2.4  # measured: as many bytes moved for each byte of lines that begin anywhere
@@ -150,7 +153,7 @@ def expected_times(
     k_tile = (1 - partial) * k_tile_cycles(math, load)
     k_tile += partial * k_tile_cycles(live * math, load)
 
-    shared, k_tiles = waves.shared, expected_k_tiles(p, s)
+    shared, k_tiles = waves.shared, grid.ceil_div(expected_k_tiles(p, s), s.cluster_k)
     mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
     batch = p.l > 1 and not p.groups
     cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop, batch)
@@ -164,7 +167,9 @@ def expected_times(
     memory_ns = memory / MEMORY_BYTES_PER_NS
     memory_ns *= where(s.evict_first == ("b" if p.n > p.m else "a"), EVICTED, 1.0)
     ns = LAUNCH_NS + most(sm_ns, memory_ns) + MEMORY_LEAK * least(sm_ns, memory_ns)
-    ns += _exchange_cycles(s, shared.added) / CYCLES_PER_NS  # when all k-tiles have been read
+    # When all k-tiles have been read.
+    exchange = _exchange_cycles(s, shared.added) + _cluster_sum_cycles(s, waves.active_sms)
+    ns += exchange / CYCLES_PER_NS
     counter_ns = COUNTER_OF_BATCHES_NS if batch else COUNTER_NS
     ns += s.dynamic * (0.0 if p.groups else counter_ns)
     return Times(ns + cutting_ns(p), sm_ns, memory_ns, load > math, waves)
@@ -179,7 +184,7 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float, batch: bool) -> floa
     hide what an epilogue computes, and share the units that compute it: on an H200 bias and gelu
     took 3,900 cycles more of each 128x256 tile, 4,096 of special function units.
     """
-    epilogue = epilogue_cycles(spec)
+    epilogue = epilogue_cycles(spec) / spec.shares
     fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
     more = -HIDDEN_IN_BATCHES if batch else spec.dynamic * claims
     in_turns = mainloop + epilogue + more
@@ -201,6 +206,13 @@ def _exchange_cycles(spec: GemmSpec, added: int) -> float:
     taken = nbytes / SM_BYTES_PER_CYCLE
     arrival = PARTIAL_CYCLES * least(1.0, nbytes / (4 * PARTIAL_ELEMENTS))
     return where(added > 0, HANDOVER_CYCLES + taken, 0.0) + added * (arrival + taken)
+
+
+def _cluster_sum_cycles(spec: GemmSpec, active_sms: int) -> float:
+    """Returns the cycles in which CTAs of a cluster leave their sums and each adds up its share."""
+    read = _partial_bytes(spec) * spec.cluster_k / spec.shares
+    cycles = CLUSTER_CYCLES_OF_SM * active_sms + read / CLUSTER_BYTES_PER_CYCLE
+    return where(spec.cluster_k > 1, cycles, 0.0)
 
 
 def _partial_bytes(spec: GemmSpec) -> int:

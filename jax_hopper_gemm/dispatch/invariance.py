@@ -35,7 +35,8 @@ def is_invariant(spec: GemmSpec) -> bool:
     Kernels that store D along M have been compared with those along N without an epilogue alone.
     Those that read bfloat16 parts add up in another order than those that cut.
     """
-    ordered = not (spec.split_k or spec.reads_parts or spec.k_in_turns)
+    shared = spec.split_k or spec.cluster_k > 1
+    ordered = not (shared or spec.reads_parts or spec.k_in_turns)
     return ordered and (spec.d_major == "n" or spec.epilogue is None)
 
 

@@ -63,10 +63,10 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 
 def split_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> list[str]:
     """Returns why a kernel that splits K is not considered where nothing has been measured."""
-    if not spec.split_k:
+    if not spec.split_k and spec.cluster_k == 1:
         return []
     tiles, clusters = num_cluster_tiles(problem, spec), max_clusters(spec, device.num_sms)
-    if is_worth_splitting(tiles, clusters):
+    if is_worth_splitting(tiles, clusters) if spec.split_k else tiles <= clusters:
         return []
     return [f"{tiles} clusters of tiles for {clusters} of SMs: nothing is gained by splitting K"]
 
@@ -131,6 +131,8 @@ def extent_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     cluster_tiles, limit = num_cluster_tiles(p, spec), MAX_GROUPED_TILES if p.groups else MAX_TILES
     if cluster_tiles >= limit:
         reasons.append(f"{cluster_tiles} clusters of tiles, not under {limit}: split the product")
+    if (k_tiles := num_k_tiles(p, spec)) < spec.cluster_k:
+        reasons.append(f"{k_tiles} k-tiles are not one for each of {spec.cluster_k} thread blocks")
     if spec.split_k and (tape := cluster_tiles * num_k_tiles(p, spec)) >= MAX_TAPE:
         reasons.append(f"{tape} k-tiles of all tiles, not under {MAX_TAPE}: split the product")
     if p.groups_k and spec.zero_fill_warp:

@@ -82,7 +82,8 @@ def _cut_lines(spec: GemmSpec) -> float:
     s = spec
     if s.b_major == "k":
         return 0.0
-    cut = s.split_k & (DTYPES[s.b_dtype].nbytes(s.tile_n) < LINE_BYTES)
+    shared = s.split_k | (s.cluster_k > 1)
+    cut = shared & (DTYPES[s.b_dtype].nbytes(s.tile_n) < LINE_BYTES)
     return where(cut, CUT_LINES - 1, 0.0)
 
 

@@ -219,7 +219,7 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 _KEY_FIELDS = {field.name for field in fields(Key)}
 # Fields that a kernel has where they are not the default, and their types.
 _OPTIONAL: dict[str, type] = {
-    "short_boxes": bool, "evict_first": str, "split_k": bool, "d_major": str,
+    "short_boxes": bool, "evict_first": str, "split_k": bool, "d_major": str, "cluster_k": int,
 }  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in fields(GemmSpec)}
 _FIXED = {field.name for field in fields(ProblemType)}  # by the problem, a plain product
