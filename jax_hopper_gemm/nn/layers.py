@@ -53,8 +53,8 @@ class Linear(nnx.Linear):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        refuse_dot_general(type(self).__name__, "nnx.Linear", options)
-        as_recipe(type(self).__name__, recipe)
+        refuse_dot_general("Linear", "nnx.Linear", options)
+        as_recipe("Linear", recipe)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = activation
         self.save_preactivation = save_preactivation
@@ -73,22 +73,10 @@ class Linear(nnx.Linear):
         Returns:
           (..., out_features).
         """
-        return self._run(ops.matmul, inputs, residual=residual, out_sharding=out_sharding)
-
-    def _run(self, product: Any, inputs: Any, **options: Any) -> jax.Array:
-        """Returns a product with the parameters, by the layer's options and further ones."""
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return product(
-            x, kernel, bias=bias, activation=self.activation,
-            save_preactivation=self.save_preactivation, precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
-            implementation=self.implementation, **options,
-        )  # fmt: skip
+        return _run(self, ops.matmul, inputs, residual=residual, out_sharding=out_sharding)
 
 
-class GatedLinear(Linear):
+class GatedLinear(nnx.Module):
     """activation(x @ gate + bias[0]) * (x @ up + bias[1]), both products in one kernel.
 
     Its parameters are those of two `nnx.Linear`, gate and up, stacked: `kernel` (in_features, 2,
@@ -113,18 +101,48 @@ class GatedLinear(Linear):
         out_features: int,
         *,
         activation: Activation = "silu",
+        save_preactivation: bool = True,
+        cotangent_dtype: Any = None,
+        recipe: Recipe | None = None,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, activation=activation, rngs=rngs, **options)
-        up = Linear(in_features, out_features, rngs=rngs, **options)
-        self.kernel = from_pair(self.kernel, up.kernel)
-        if self.bias is not None:
-            self.bias = from_pair(self.bias, up.bias)
+        refuse_dot_general("GatedLinear", "nnx.Linear", options)
+        as_recipe("GatedLinear", recipe)
+        gate, up = (nnx.Linear(in_features, out_features, rngs=rngs, **options) for _ in range(2))
+        self.kernel = from_pair(gate.kernel, up.kernel)
+        self.bias = nnx.data(None) if gate.bias is None else from_pair(gate.bias, up.bias)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = gate.use_bias
+        self.dtype = gate.dtype
+        self.param_dtype = gate.param_dtype
+        self.precision = gate.precision
+        self.promote_dtype = gate.promote_dtype
+        self.preferred_element_type = gate.preferred_element_type
+        self.activation = activation
+        self.save_preactivation = save_preactivation
+        self.cotangent_dtype = cotangent_dtype
+        self.recipe: Recipe | None = recipe
+        self.implementation: Implementation = implementation
 
-    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         """Maps (..., in_features) to (..., out_features); `out_sharding` as in `Linear`."""
-        return self._run(ops.gated_linear_unit, inputs, out_sharding=out_sharding)
+        return _run(self, ops.gated_linear_unit, inputs, out_sharding=out_sharding)
+
+
+def _run(layer: Linear | GatedLinear, product: Any, inputs: Any, **options: Any) -> jax.Array:
+    """Returns a product with a layer's parameters, by the layer's options and further ones."""
+    bias = None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return product(
+        x, kernel, bias=bias, activation=layer.activation,
+        save_preactivation=layer.save_preactivation, precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+        cotangent_dtype=layer.cotangent_dtype, recipe=layer.recipe,
+        implementation=layer.implementation, **options,
+    )  # fmt: skip
 
 
 class MLP(nnx.Module):
