@@ -24,7 +24,11 @@ from .kinds import PRODUCTS, kind_of
 def of_one_array(launch: Any, makers: dict[Any, Any], device: Device) -> Any:
     """Returns a launch; of a gate of both halves of one array, in order, one that reads the array.
 
-    XLA would copy the halves for a kernel. `launch` is a `hopper_fused` equation.
+    XLA would copy the halves for a kernel.
+
+    Args:
+      launch: a `hopper_fused` equation.
+      makers: by variable, the equation that makes it.
     """
     product, params = launch.params["product"], launch.params
     if params["num_b"] != 2 or product.options.recipe:
@@ -75,8 +79,10 @@ def with_halves(
 ) -> tuple[list[Any], list[Any], list[Halved]]:
     """Returns the equations and results with two products for each that the program cuts in two.
 
-    Elementwise equations may come between a product and its cut, as those of a bias. A product that
-    is cut so and no `may_be_a_gate` stays whole.
+    Elementwise equations may come between a product and its cut, as those of a bias.
+
+    Args:
+      may_be_a_gate: of a product that is cut so; where it says no, the product stays whole.
     """
     axes = _axes_of_cuts(equations, results)
     cut = {x.outvars[0] for x in equations if _may_be_halved(x, axes) and may_be_a_gate(x)}

@@ -24,8 +24,11 @@ def in_place(region: Region, equations: Sequence[Any], first: int) -> tuple[int 
     """Returns for each result of a region the operand whose memory it may take, or None.
 
     It is one that the result is made of and that nothing else reads, as a moment of an optimizer.
-    What is made of the fewest chooses first. Of the kernel's operands the `first` of the region has
-    this number.
+    What is made of the fewest chooses first.
+
+    Args:
+      equations: of the program.
+      first: the number of the region's first operand among those of its kernel.
     """
     if not region.last_read:
         return ()

@@ -329,8 +329,11 @@ def make_quantize_plan(
 ) -> LaunchPlan:
     """Returns the launch on (batch, rows, columns).
 
-    Its buffers are the matrix, of which it has `source_rows` where `rows` are picked by indices,
-    these, and the results in the order of `QuantizeArgs`.
+    Its buffers are the matrix, the indices of rows where they are picked, and the results in the
+    order of `QuantizeArgs`.
+
+    Args:
+      source_rows: of the matrix, where `rows` are picked from it.
     """
     numbers = {"rows": rows, "columns": columns}
     if spec.picked:

@@ -41,7 +41,9 @@ def decide(
 ) -> Decision:
     """Returns the first form of a product that some kernel can run, and how; else the product.
 
-    `origins` are those of the left operand, and of the right one or of gate and up.
+    Args:
+      request: of the operands as they are.
+      origins: of the left operand, and of the right one or of gate and up.
     """
     read = read_for(request, device)
     return _decided(request.function, request, origins, device, kernel_only, read)

@@ -55,14 +55,22 @@ def _checked(name: str, value: str) -> str:
 
 
 def policy_now() -> str:
-    """Returns what a fallback for lack of a kernel does: "silent", "warn" or "error"."""
+    """Returns what a fallback for lack of a kernel does: "silent", "warn" or "error".
+
+    Raises:
+      ValueError: JAX_HOPPER_GEMM_ON_FALLBACK is something else.
+    """
     if (asked := _asked.value) is not None:
         return asked
     return _checked(ON_FALLBACK_VARIABLE, os.environ.get(ON_FALLBACK_VARIABLE, "silent"))
 
 
 def report_fallback(ctx: mlir.LoweringRuleContext, message: str) -> None:
-    """Does what the user asked for when a product falls back to XLA for lack of a kernel."""
+    """Does what the user asked for when a product falls back to XLA for lack of a kernel.
+
+    Raises:
+      NotImplementedError: with `message`, under the policy "error".
+    """
     policy = policy_now()
     if policy == "error":
         asked = "on_fallback('error')" if _asked.value else f"{ON_FALLBACK_VARIABLE}=error"

@@ -86,7 +86,8 @@ def _in_parts(
 ) -> Array:
     """Returns a float32 operand as the bfloat16 parts that a kernel reads; another one cuts it.
 
-    It is `of` axes with these letters, of which those `contracted` are neighbours.
+    Args:
+      of: the letters of the operand's axes; those `contracted` are neighbours.
     """
     first = min(map(of.index, contracted))
     cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
@@ -98,8 +99,10 @@ def _in_parts(
 def cut_along(x: jax.Array, first: int, end: int, terms: int) -> jax.Array:
     """Returns the bfloat16 parts of float32 for so many terms, stored as `bf16_parts` describes.
 
-    A kernel writes them, so this is for programs on a GPU. The axes from `first` to `end` are K,
-    which the result has as one.
+    A kernel writes them, so this is for programs on a GPU.
+
+    Args:
+      first, end: the axes that are K, which the result has as one.
     """
     outer, k, inner = x.shape[:first], prod(x.shape[first:end]), x.shape[end:]
     batch, rows, columns = (prod(outer), k, prod(inner)) if inner else (1, prod(outer), k)

@@ -102,7 +102,11 @@ class Source:
 
 
 def source_of(value: Any, world: World, *, ordered: bool) -> Source:
-    """Returns where an operand comes from; if `ordered` with `Origin.layout`, a long way back."""
+    """Returns where an operand comes from.
+
+    Args:
+      ordered: whether to look for its `Origin.layout`, which is a long way back.
+    """
     stored, permutation, step = value, None, world.step(value)
     if step and step.kind == "transpose":
         stored, permutation = step.source, step.permutation

@@ -39,8 +39,13 @@ def lower_quantize(
 ) -> list[Any] | None:
     """Emits a launch, or takes one that is there; None: XLA quantizes.
 
-    Arguments, of which `picks` may be the rows, and results are those of
-    `primitives.quantize.hopper_quantize`.
+    Args:
+      x: (..., R, C).
+      picks: indices of rows, or nothing.
+      to, block, transposed: as in `primitives.quantize.hopper_quantize`.
+
+    Returns:
+      Values and scales, contracted axes last.
     """
     aval: Any = ctx.avals_in[0]
     *lead, rows, columns = aval.shape

@@ -37,7 +37,13 @@ class Lowering:
 def register_lowering(
     primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
 ) -> None:
-    """Registers one rule for all platforms; arguments are as of `define_primitive`."""
+    """Registers one rule for all platforms.
+
+    Args:
+      primitive: its parameter `product`, if it has one, is a `gemm.product.Product`.
+      reference: the JAX function of the operands and parameters that it stands for.
+      lowering: the rules where it is something else.
+    """
     to_xla = lower_fun_once(reference)
     if (for_cuda := lowering.cuda) is None:
         mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)
@@ -103,7 +109,8 @@ def lower_jaxpr(
 ) -> Any:
     """Emits the operations of a jaxpr where the program stands.
 
-    `lines` of source, a traceback, are around those of the jaxpr.
+    Args:
+      lines: of source, a traceback, around those of the jaxpr.
     """
     jaxpr: Any = closed.jaxpr
     if closed.consts or jaxpr.effects or getattr(jaxpr, "is_high", False):

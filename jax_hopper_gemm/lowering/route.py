@@ -88,7 +88,10 @@ class Route:
 
 
 def route(request: Request, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
-    """Returns how a product runs on `device`; `kernel_only` is as in `dispatch.choose`."""
+    """Returns how a product runs on `device`.
+
+    With `kernel_only`, XLA is the answer only where no kernel can run the product.
+    """
     if reason := request_violation(request):
         return Route("xla", reason, "unsupported")
     read = read_for(request, device)
@@ -146,7 +149,11 @@ def _route(
 
 
 def _whole(route: Route) -> Gemm:
-    """Returns the canonical form of a product; raises NotFusable if XLA ends its epilogue."""
+    """Returns the canonical form of a product whose epilogue a kernel computes.
+
+    Raises:
+      NotFusable: XLA computes some of it.
+    """
     if not (route.gemm and route.fusion):
         raise NotFusable(route.reason)
     if route.uncovered:
