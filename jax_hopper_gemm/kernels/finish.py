@@ -242,7 +242,7 @@ def _vectors(registers, count):
 def _load_of(cta, address):
     """Returns the vector at an address of shared memory, of one of the cluster's CTAs."""
     return cute.arch.inline_ptx(
-        f"{{ .reg .u32 there; mapa.shared::cluster.u32 there, {{$r0}}, {cta}; "
+        f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, {{$r0}}, {cta}; "
         "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [there]; }",
         write_only_types=[Float32] * VECTOR,
         read_only_args=[address],

@@ -21,8 +21,8 @@ def _address(operand: Any, wide: bool) -> Read:
     return lambda g: np.broadcast_to(read(g) + offset, g.hi - g.lo)
 
 
-def _accesses(instruction: Instruction, operand: Any) -> tuple[bool, Read]:
-    """Returns whether an access is to global memory, and the addresses."""
+def _accesses(instruction: Instruction, operand: Any) -> tuple[str, Read]:
+    """Returns the space of an access, and the addresses."""
     words = instruction.op.split(".")
     spaces = [w for w in words if w in ("global", "shared", "shared::cta", "shared::cluster")]
     if len(spaces) != 1:
@@ -31,11 +31,16 @@ def _accesses(instruction: Instruction, operand: Any) -> tuple[bool, Read]:
              "v2", "v4", "L1::no_allocate", "weak", "sys", "cta"}  # fmt: skip
     if unknown := set(words[1:-1]) - known - set(spaces):
         raise PtxError(f"unknown access: {sorted(unknown)}")
-    return spaces[0] == "global", _address(operand, spaces[0] == "global")
+    return spaces[0], _address(operand, spaces[0] == "global")
 
 
-def _memory(g: Lanes, is_global: bool) -> Any:
-    return g.block.launch.memory if is_global else g.block.shared
+def _memory(g: Lanes, space: str, addresses: np.ndarray) -> Any:
+    """Returns what is accessed: of a cluster's shared memory the block's of the first address."""
+    if space == "global":
+        return g.block.launch.memory
+    if space == "shared::cluster" and addresses.size:
+        return g.block.cluster.shared(int(addresses[0]))
+    return g.block.shared
 
 
 def ld(instruction: Instruction) -> Run:
@@ -43,12 +48,13 @@ def ld(instruction: Instruction) -> Run:
     if ".param" in instruction.op:
         return _ld_param(instruction)
     dtype = DTYPE[instruction.dtype]
-    is_global, address = _accesses(instruction, source)
+    space, address = _accesses(instruction, source)
     writes = [writer(x) for x in (to.items if isinstance(to, Vector) else (to,))]
 
     def run(g: Lanes) -> None:
         chosen = g.chosen
-        found = _memory(g, is_global).load(address(g)[chosen], dtype.itemsize, len(writes))
+        places = address(g)[chosen]
+        found = _memory(g, space, places).load(places, dtype.itemsize, len(writes))
         for write, bits in zip(writes, found, strict=True):
             value = bits.view(dtype)
             if g.mask is not True:
@@ -76,14 +82,15 @@ def st(instruction: Instruction) -> Run:
     if instruction.op.startswith("st.async."):
         return _st_async(instruction)
     to, source = instruction.operands
-    is_global, address = _accesses(instruction, to)
+    space, address = _accesses(instruction, to)
     parts = source.items if isinstance(source, Vector) else (source,)
     reads = [reader(x, instruction.dtype) for x in parts]
 
     def run(g: Lanes) -> None:
         chosen, count = g.chosen, g.hi - g.lo
         values = [np.broadcast_to(read(g), count)[chosen] for read in reads]
-        _memory(g, is_global).store(address(g)[chosen], values)
+        places = address(g)[chosen]
+        _memory(g, space, places).store(places, values)
 
     return run
 
