@@ -153,7 +153,8 @@ def expected_times(
     k_tile = (1 - partial) * k_tile_cycles(math, load)
     k_tile += partial * k_tile_cycles(live * math, load)
 
-    shared, k_tiles = waves.shared, grid.ceil_div(expected_k_tiles(p, s), s.cluster_k)
+    shared, k_tiles = waves.shared, expected_k_tiles(p, s)
+    k_tiles = where(s.cluster_k > 1, -(-k_tiles // s.cluster_k), k_tiles)
     mainloop = where(s.split_k, shared.multiplied * k_tile / shared.stored, k_tiles * k_tile)
     batch = p.l > 1 and not p.groups
     cycles = _sm_cycles(s, where(s.split_k, shared.stored, waves.number), mainloop, batch)
