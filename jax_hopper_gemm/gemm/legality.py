@@ -12,7 +12,7 @@ from typing import get_args
 from . import simt
 from .bf16_parts import BLOCK_N, RUN_K, TILE_K
 from .conversion import BLOCK
-from .dtypes import DTYPES, OPERANDS, one_of
+from .dtypes import DTYPES, HALVES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
 from .smem import EPI_TILE_M, EXCHANGE_COLUMNS, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes
@@ -175,8 +175,8 @@ def _cluster_k_violations(spec: GemmSpec) -> Iterator[str]:
         )
     if s.grouped or s.panels > 1 or graph.accumulators > 1:
         yield "CTAs of a cluster share the k-tiles of plain tiles: of no group, panel or gate"
-    if s.promoted or s.b_in_registers or s.bf16_terms or s.acc_dtype != "float32":
-        yield "CTAs of a cluster add up float32 sums of operands in shared memory, no others"
+    if s.a_dtype not in HALVES or s.b_in_registers or s.bf16_terms:
+        yield f"CTAs of a cluster share k-tiles of 16-bit operands, not {s.a_dtype} by {s.b_dtype}"
     if len(graph.matrices) < len(graph.results) or graph.needs_whole_rows or graph.row_nodes:
         yield "each CTA of such a cluster stores some columns of a tile, but the epilogue reduces"
     if (sums := 4 * s.d_tile_m * s.tile_n) > s.num_stages * s.stage_bytes:
