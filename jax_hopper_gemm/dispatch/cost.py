@@ -79,7 +79,8 @@ HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # of D, or more; of smaller ones in proportion.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
 # Fitted over 664 times of kernels whose clusters share k-tiles, of 55 products, which then err by
-# 9 % (rms): cycles for each SM that is at work, and the rate at which a CTA reads the others' sums.
+# 9 % (rms): cycles for each SM that is at work, and the rate at which a CTA reads the others' sums;
+# with loads as other clusters of as many CTAs have them.
 CLUSTER_CYCLES_OF_SM, CLUSTER_BYTES_PER_CYCLE = 18.6, 14.5
 HANDOVER_CYCLES = 1000.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.067  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
