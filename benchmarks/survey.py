@@ -44,11 +44,10 @@ from jax_hopper_gemm.dispatch.candidates import (
     WIDE_EPI_TILE,
     considered_specs,
     filled_spec,
-    is_medium,
-    is_narrow,
     types_of,
     worthwhile,
 )
+from jax_hopper_gemm.dispatch.config_sets import is_medium, is_narrow
 from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations

@@ -10,7 +10,8 @@ from support.compiling import code_of, skip_without_compiler
 from support.covering import ALL, covering_subset
 from support.eight_bit import chosen_specs
 from support.graphs import EIGHT_BIT
-from support.policies import pairs_of, traits_of
+from support.policies import pairs_of
+from support.traits import traits_of
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec

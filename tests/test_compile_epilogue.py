@@ -130,7 +130,7 @@ def test_parameters_are_those_of_the_plan(kernel):
 
 def test_each_matrix_is_stored_once_a_subtile(kernel):
     spec, _, facts, _ = kernel
-    subtiles = spec.rows_per_warpgroup // 64 * (spec.share.d_tile_n // spec.epi_tile_n)
+    subtiles = spec.rows_per_warpgroup // 64 * (spec.of_slice.d_tile_n // spec.epi_tile_n)
     boxes = sum(
         spec.epi_tile_n // spec.epi_box(result.dtype).contiguous for result in spec.graph.matrices
     )

@@ -8,14 +8,8 @@ import pytest
 from support import cutting, float32, sgemm
 from support.compiling import code_of, skip_without_compiler
 from support.covering import ALL, covering_subset
-from support.policies import (
-    pairs_of,
-    parts_specs,
-    shown_by_code,
-    stored_parts_specs,
-    tf32_specs,
-    traits_of,
-)
+from support.policies import pairs_of, parts_specs, stored_parts_specs, tf32_specs
+from support.traits import shown_by_code, traits_of
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.sass import disassemble, parse_sass

@@ -48,8 +48,8 @@ def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, b
 def test_sums_of_a_cluster_stay_in_shared_memory(spec, built):
     *_, code = code_of(spec, built)
     assert len(re.findall(r"\bSTS\.128", code)) == spec.tile_registers // 4, "a CTA leaves its sums"
-    of_share = spec.tile_registers // spec.shares // 4
-    assert len(re.findall(r"\bLD\.E\.128", code)) == spec.cluster_k * of_share, "and reads a share"
+    of_slice = spec.tile_registers // spec.slices // 4
+    assert len(re.findall(r"\bLD\.E\.128", code)) == spec.cluster_k * of_slice, "and reads a slice"
     assert len(re.findall(r"\bUCGABAR_ARV", code)) == 2, "a barrier before that, and one to leave"
 
 

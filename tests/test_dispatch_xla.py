@@ -14,7 +14,7 @@ import layouts
 import pytest
 
 from jax_hopper_gemm.dispatch import H200, choose
-from jax_hopper_gemm.dispatch.candidates import is_narrow
+from jax_hopper_gemm.dispatch.config_sets import is_narrow
 from jax_hopper_gemm.dispatch.device import MEMORY_BYTES_PER_NS
 from jax_hopper_gemm.dispatch.model import (
     LOOSE_ALONG_K,

@@ -42,10 +42,10 @@ SCALED = [
     first(policies.block_specs(), k_in_turns=True, a_block=1, tile_scheduler="static"),
     first(policies.converted_specs(), k_in_turns=True, k_group=32),
 ]
-# Of eight CTAs three store a share of the first one's tiles; the second one has an epilogue.
-SHARED = [
-    first(policies.shared_specs(), tile_m=64, tile_n=48, cluster_k=8),
-    next(s for s in policies.shared_specs() if s.graph.loaded and s.tile_m == 64),
+# Of eight CTAs three store a slice of the first one's tiles; the second one has an epilogue.
+ALONG_K = [
+    first(policies.cluster_k_specs(), tile_m=64, tile_n=48, cluster_k=8),
+    next(s for s in policies.cluster_k_specs() if s.graph.loaded and s.tile_m == 64),
 ]
 IN_TURNS = first(policies.block_specs(), k_in_turns=True, a_block=0, cluster_size=1)
 
@@ -55,7 +55,7 @@ def check(spec: GemmSpec, number: int = 1, edit: Any = lambda text: text) -> Non
     outcome.check(PtxGpu(edit), spec, problem, raster_order, 0, SMS)  # type: ignore
 
 
-@pytest.mark.parametrize("spec", [PLAIN, LOOSE, IN_TURNS, *SHARED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [PLAIN, LOOSE, IN_TURNS, *ALONG_K], ids=lambda spec: spec.name)
 def test_a_kernel_is_right_and_writes_nothing_else(spec):
     check(spec)
 

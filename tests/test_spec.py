@@ -127,7 +127,7 @@ def test_each_violation_names_the_value(change, reason):
         ({"epilogue": MASKED, "epi_tile_n": 16, "epi_load_stages": 2}, "narrow for a bool"),
         ({"epilogue": PAIR, "cluster_k": 2, "tile_scheduler": "single"}, "no group, panel or gate"),
         ({"epilogue": MASKED, "cluster_k": 2, "tile_scheduler": "single", "epi_load_stages": 2},
-         "4 subtiles of a share, but 2 stages of their operands"),
+         "4 subtiles of a slice, but 2 stages of their operands"),
         ({"epilogue": MASKED}, "epi_load_stages 0, of an epilogue that loads 1 operands"),
         ({"epilogue": MASKED, "epi_load_stages": 1}, "epi_load_stages 1"),
         ({"epilogue": MASKED, "epi_load_stages": 22, "tile_m": 64, "tile_n": 32, "num_stages": 12},

@@ -1,4 +1,4 @@
-"""The kernels that are worth considering for a type of problems, made of `configs`.
+"""The kernels that are worth considering for a type of problems, made of `config_sets`.
 
 `model_specs` is small and closed: what the cost model may choose with no measurement, so that all
 of it can be built ahead. `tuner_specs` is wide: what a measurement may find better.
@@ -6,11 +6,11 @@ of it can be built ahead. `tuner_specs` is wide: what a measurement may find bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, product
-from typing import Any, Literal
+from typing import Any
 
 from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS
@@ -23,25 +23,15 @@ from ..gemm.raster import RasterOrder
 from ..gemm.smem import SMEM_LIMIT
 from ..gemm.spec import GemmSpec
 from ..gemm.type_legality import GATHERABLE
-from .configs import (
-    BATCH_CONFIGS,
-    CONFIGS,
-    CONVERTED_CONFIGS,
-    MEDIUM_CONFIGS,
-    MORE_CONFIGS,
-    NARROW_CONFIGS,
-    PARTS_CONFIGS,
-    PROMOTED_CONFIGS,
-    PROMOTED_K_CONFIGS,
-    RASTER_ORDERS,
-    SIMT_CONFIGS,
-    STORED_PARTS_CONFIGS,
-    TRANSPOSED_CONFIGS,
-    WHOLE_ROW_CONFIGS,
-    WIDE_STORE_CONFIGS,
-    Config,
+from .config_sets import (
+    CONFIG_SETS,
+    ConfigsOf,
+    config_sets,
+    model_configs,
     tuner_configs,
+    usual_configs,
 )
+from .configs import RASTER_ORDERS, Config
 from .device import Device
 from .legality import device_violations, is_legal, no_kernels, pairing_violations
 from .several import Several, least
@@ -60,103 +50,11 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 # Dtypes of operands and results. Kernels of others are built when they are first needed.
 BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
-# Medium products: of more rows and columns, of up to so many elements of D, and of K from.
-MEDIUM_SIDE, MEDIUM_ELEMENTS, MEDIUM_K = 64, 6 * 2**20, 512
-# Narrow products: of up to so many elements of D, of all matrices, of K from, and that move up to
-# so many bytes, which L2 holds. Measured: of 106 such products that have another kernel for it the
-# new one is 1.22 times as fast in the mean, of 30 that move more 1.02 times, 0.75 at least.
-NARROW_ELEMENTS, NARROW_K, NARROW_BYTES = 2**18, 2048, 40e6
-
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")
-
-ConfigsOf = Callable[[ProblemType], tuple[Config, ...]]
-
-
-def model_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns the configurations of `model_specs`, legal or not."""
-    considered, epilogue = _configs(problem_type), problem_type.epilogue
-    if epilogue and epilogue.needs_whole_rows:
-        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
-    return considered
-
-
-def wide_store_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations that store wider lines, for D with `splits_sectors`, legal or not."""
-    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
-    return WIDE_STORE_CONFIGS if narrow and _is_dense_half(problem_type) else ()
-
-
-def batch_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for batches of small matrices, legal or not."""
-    return BATCH_CONFIGS if _is_dense_half(problem_type) else ()
-
-
-def medium_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for medium products (`is_medium`), legal or not."""
-    return MEDIUM_CONFIGS if _is_dense_half(problem_type) else ()
-
-
-def is_medium(problem: GemmProblem) -> bool:
-    """Whether D has tiles for about one wave, neither side is short and K is not."""
-    p, columns = problem, problem.n * problem.graph.accumulators
-    sides = min(p.m, columns) > MEDIUM_SIDE and p.m * columns <= MEDIUM_ELEMENTS
-    return p.l == 1 and sides and p.k >= MEDIUM_K
-
-
-def narrow_configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    """Returns configurations for narrow products (`is_narrow`), legal or not.
-
-    Of few rows they stream the other operand: B, or A where the kernel computes D's transpose.
-    """
-    if not _is_dense_half(problem_type):
-        return ()
-    streamed: Literal["a", "b"] = "b" if problem_type.d_major == "n" else "a"
-    return (*(replace(c, evict_first=streamed) for c in NARROW_CONFIGS), *NARROW_CONFIGS)
-
-
-def is_narrow(problem: GemmProblem) -> bool:
-    """Whether D has few tiles of long K, as of a router, or of a factor of low rank."""
-    p = problem
-    elements = p.l * p.m * p.n
-    return elements <= NARROW_ELEMENTS and p.k >= NARROW_K and p.bytes <= NARROW_BYTES
-
-
-def _is_dense_half(problem_type: ProblemType) -> bool:
-    plain = problem_type.grouped is None and not problem_type.b_in_registers
-    return plain and problem_type.a_dtype in HALVES
-
-
-def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    if problem_type.simt_width:
-        return SIMT_CONFIGS
-    if problem_type.bf16_terms:
-        in_memory = problem_type.a_dtype != "float32"
-        return STORED_PARTS_CONFIGS if in_memory else PARTS_CONFIGS[problem_type.grouped]
-    if problem_type.b_in_registers:
-        return CONVERTED_CONFIGS
-    if problem_type.d_major == "m":
-        return TRANSPOSED_CONFIGS
-    configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
-    if problem_type.promoted:
-        configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
-        # While a warpgroup promotes its sums another one must multiply.
-        return tuple(dict.fromkeys(c for c in configs if c.warp_schedule != "pingpong"))
-    measured = problem_type.a_dtype in HALVES or problem_type.rounds_operands
-    return configs + MORE_CONFIGS if measured and problem_type.grouped is None else configs
-
-
-# Sets of configurations, by type, and the problems whose kernels are chosen from them.
-CONFIG_SETS: dict[ConfigsOf, Callable[[GemmProblem], bool]] = {
-    model_configs: lambda _: True,
-    wide_store_configs: lambda problem: problem.splits_sectors,
-    batch_configs: lambda problem: problem.l > 1,
-    medium_configs: is_medium,
-    narrow_configs: is_narrow,
-}
 
 
 @lru_cache(maxsize=1024)
@@ -194,14 +92,10 @@ def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
     return [spec for configs_of, kind in pairs for spec in model_specs(kind, configs_of)]
 
 
-def config_sets(problem: GemmProblem) -> list[ConfigsOf]:
-    return [configs_of for configs_of, serves in CONFIG_SETS.items() if serves(problem)]
-
-
 @lru_cache(maxsize=64)
 def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
-    specs = dict.fromkeys(_legal(_configs(problem_type), problem_type))
+    specs = dict.fromkeys(_legal(usual_configs(problem_type), problem_type))
     specs |= dict.fromkeys(_legal(tuner_configs(), problem_type))
     return tuple(specs)
 

@@ -1,18 +1,16 @@
 """The configurations that are considered, as data.
 
 A configuration names tile, cluster and policies. The tables hold those among which the cost model
-chooses, the tuner's lists what a measurement may find better. For a new tile or policy add it here;
+chooses: for a new tile or policy add it here. Which problems a table is for is in `config_sets`;
 `candidates` leaves out what is not legal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import Literal
 
-from ..gemm.legality import CLUSTERS
 from ..gemm.problem import VarlenAxis
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec, TileScheduler, WarpSchedule
@@ -379,32 +377,3 @@ CONFIGS: dict[tuple[VarlenAxis | None, bool], tuple[Config, ...]] = {
     ("m", True): GATHERED_M_CONFIGS,
     ("k", True): GATHERED_K_CONFIGS,
 }
-
-# What the tuner tries, each with each.
-TUNER_TILES = {  # tile_n for each tile_m
-    64: (16, 32, 48, 64, 96, 128, 160, 192, 256),
-    128: (16, 32, 64, 96, 128, 160, 176, 192, 208, 224, 256),
-    192: (64, 96, 128, 160, 192),
-    256: (32, 64, 96, 128, 160, 192),
-}
-TUNER_TILE_SCHEDULERS: tuple[tuple[TileScheduler, bool], ...] = (  # and whether K is split
-    ("static", False), ("single", False), ("dynamic", False), ("static", True),
-)  # fmt: skip
-TUNER_K_BYTES = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
-TUNER_EPI_TILES_N = (None, 16, 32, 64)
-
-
-def tuner_configs() -> Iterator[Config]:
-    """Yields what the tuner tries, legal or not."""
-    tiles = [(tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths]
-    policies = list(product(CLUSTERS, get_args(WarpSchedule), TUNER_TILE_SCHEDULERS))
-    for tile, (cluster, schedule, (scheduler, split_k)), k_bytes, epi_tile_n in product(
-        tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
-    ):
-        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n, split_k=split_k)
-    for tile_n in TUNER_TILES[64]:
-        for k_bytes, (scheduler, split_k) in product(TUNER_K_BYTES, TUNER_TILE_SCHEDULERS):
-            if not split_k:
-                stream = Config(64, tile_n, k_bytes, tile_scheduler=scheduler, short_boxes=True)
-                yield from (stream, replace(stream, evict_first="b"))
-    yield from NARROW_CONFIGS

@@ -186,7 +186,7 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float, batch: bool) -> floa
     hide what an epilogue computes, and share the units that compute it: on an H200 bias and gelu
     took 3,900 cycles more of each 128x256 tile, 4,096 of special function units.
     """
-    epilogue = epilogue_cycles(spec) / spec.shares
+    epilogue = epilogue_cycles(spec) / spec.slices
     fetch, claims = (DYNAMIC_CYCLES, 0.0) if spec.grouped else (0.0, IN_TURNS_CYCLES)
     more = -HIDDEN_IN_BATCHES if batch else spec.dynamic * claims
     in_turns = mainloop + epilogue + more
@@ -211,8 +211,8 @@ def _exchange_cycles(spec: GemmSpec, added: int) -> float:
 
 
 def _cluster_sum_cycles(spec: GemmSpec, active_sms: int) -> float:
-    """Returns the cycles in which CTAs of a cluster leave their sums and each adds up its share."""
-    read = _partial_bytes(spec) * spec.cluster_k / spec.shares
+    """Returns the cycles in which CTAs of a cluster leave their sums and each adds up its slice."""
+    read = _partial_bytes(spec) * spec.cluster_k / spec.slices
     cycles = CLUSTER_CYCLES_OF_SM * active_sms + read / CLUSTER_BYTES_PER_CYCLE
     return where(spec.cluster_k > 1, cycles, 0.0)
 

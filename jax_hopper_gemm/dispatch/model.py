@@ -19,7 +19,8 @@ from ..gemm.grid import ceil_div
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.simt import VECTOR
 from ..gemm.spec import GemmSpec
-from .candidates import considered_specs, filled_spec, is_medium, worthwhile
+from .candidates import considered_specs, filled_spec, worthwhile
+from .config_sets import is_medium
 from .cost import LAUNCH_NS, Estimate, copying_ns, expected_times, roofline_ns, rough_estimate
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import mean_rows

@@ -19,16 +19,8 @@ from ..gemm.problem import GemmProblem, plain_graph
 from ..gemm.problem_type import ProblemType
 from ..gemm.smem import SMEM_LIMIT
 from ..gemm.spec import GemmSpec
-from .candidates import (
-    MAX_STAGES,
-    MIN_STAGES,
-    WIDE_EPI_TILE,
-    ConfigsOf,
-    along_k,
-    config_sets,
-    types_of,
-    with_rings,
-)
+from .candidates import MAX_STAGES, MIN_STAGES, WIDE_EPI_TILE, along_k, types_of, with_rings
+from .config_sets import ConfigsOf, config_sets
 from .configs import Config
 from .several import Several
 

@@ -183,9 +183,9 @@ def _cluster_k_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"{sums} bytes of sums do not fit in {s.num_stages} stages, where CTAs leave them"
     # NOTE: a barrier of the cluster waits for all warps that have not left. One that loads operands
     # must leave before, and so wait for no stage that is read behind that barrier.
-    subtiles = s.rows_per_warpgroup // EPI_TILE_M * (s.share.tile_n // s.epi_tile_n)
+    subtiles = s.rows_per_warpgroup // EPI_TILE_M * (s.of_slice.tile_n // s.epi_tile_n)
     if graph.loaded and subtiles > s.epi_load_stages:
-        yield f"{subtiles} subtiles of a share, but {s.epi_load_stages} stages of their operands"
+        yield f"{subtiles} subtiles of a slice, but {s.epi_load_stages} stages of their operands"
 
 
 def _simt_violations(spec: GemmSpec) -> Iterator[str]:
@@ -284,7 +284,7 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} does not split into gate and up of multiples of 16 columns"
     if columns % (16 * s.cluster_m):
         yield f"{columns} columns do not split into {s.cluster_m} multicast slices of 16"
-    stored = s.share.d_tile_n // s.warpgroups_n
+    stored = s.of_slice.d_tile_n // s.warpgroups_n
     if s.epi_tile_n not in (16, 32, 64) or stored % s.epi_tile_n:
         yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {stored} columns"
     if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):

@@ -46,7 +46,8 @@ class GemmSpec(ProblemType):
 
     A tile is the block of D that one CTA (cooperative) or one math warpgroup (pingpong) computes.
     That of a gated product has `tile_n` accumulator columns, the first half of gate, the second of
-    up, and so `tile_n / 2` columns of D. CTAs of a cluster share loads by multicast.
+    up, and so `tile_n / 2` columns of D. CTAs of a cluster share loads by multicast, or the k-tiles
+    of one tile.
 
     Cached are the properties that choosing a kernel reads many times of each candidate.
     """
@@ -228,8 +229,8 @@ class GemmSpec(ProblemType):
         return self.cluster_m * self.cluster_n * self.cluster_k
 
     @cached_property
-    def shares(self) -> int:
-        """Shares of a tile's columns, each stored by one of the CTAs that share its k-tiles.
+    def slices(self) -> int:
+        """Slices of a tile's columns, each stored by one of the CTAs that share its k-tiles.
 
         Columns come in steps of 16, so some CTAs may store none.
         """
@@ -237,11 +238,11 @@ class GemmSpec(ProblemType):
         return max(n for n in range(1, self.cluster_k + 1) if blocks % n == 0)
 
     @property
-    def share(self) -> GemmSpec:
-        """What an epilogue is that of: this kernel, or one whose tile is such a share."""
+    def of_slice(self) -> GemmSpec:
+        """The kernel whose epilogue this one has: itself, or one whose tile is such a slice."""
         if self.cluster_k == 1:
             return self
-        return replace(self, tile_n=self.tile_n // self.shares, cluster_k=1)
+        return replace(self, tile_n=self.tile_n // self.slices, cluster_k=1)
 
     @property
     def paired(self) -> bool:

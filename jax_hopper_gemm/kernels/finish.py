@@ -32,12 +32,12 @@ class NoFinish:
     def cta_view(self, args, cta, stages):
         """Returns what `combine` takes of a CTA; called by its math threads."""
 
-    def registers_of_share(self, acc):
+    def slice_registers(self, acc):
         """Returns a thread's accumulators of what this CTA stores of a tile."""
         return acc
 
-    def share_of(self, coords):
-        """Returns the coordinates of what this CTA stores of a tile, as `GemmSpec.share` has it."""
+    def slice_coords(self, coords):
+        """Returns the coordinates of what this CTA stores of a tile, for `GemmSpec.of_slice`."""
         return coords
 
     def leave(self):
@@ -47,9 +47,9 @@ class NoFinish:
         """Returns whether this CTA stores the tile. True folds away; the GPU evaluates others."""
         return True
 
-    def combine(self, view, acc, share, coords):
-        """Adds what other CTAs have of the tile, or of the share that this one stores, to a
-        thread's accumulators; returns `stores`."""
+    def combine(self, view, acc, stored, coords):
+        """Adds what other CTAs have of the tile, or of the slice that this one stores, to
+        a thread's accumulators; returns `stores`."""
         return True
 
 
@@ -100,7 +100,7 @@ class OrderedSum(NoFinish):
         return coords.part.is_last
 
     @cute.jit
-    def combine(self, view, acc, share, coords):
+    def combine(self, view, acc, stored, coords):
         part = coords.part
         if part.is_last:
             first = part.item
@@ -168,15 +168,15 @@ class OrderedSum(NoFinish):
 
 
 class ClusterSum(NoFinish):
-    """Adds the sums of a cluster's CTAs, in the order of K; each CTA stores a share of the tile.
+    """Adds the sums of a cluster's CTAs, in the order of K; each CTA stores a slice of the tile.
 
     When a CTA has multiplied its k-tiles, its stages are free. Its threads leave their accumulators
     there, in vectors of 16 bytes that lie side by side over a warp. So each thread finds those of
-    the same thread of the other CTAs, and reads the columns of its CTA's share.
+    the same thread of the other CTAs, and reads the columns of its CTA's slice.
 
         accumulators -> stages, once all math warps have read them
         barrier of the cluster: all have left theirs
-        sums of the share, of all CTAs -> epilogue
+        sums of the slice, of all CTAs -> epilogue
         barrier of the cluster, before any CTA leaves: all have read
     """
 
@@ -185,26 +185,26 @@ class ClusterSum(NoFinish):
         self.threads = 32 * spec.tile_warps
         self.blocks = spec.rows_per_warpgroup // EPI_TILE_M
         # Of a thread's 64 rows: a vector for each 8 columns.
-        self.vectors, self.of_share = spec.tile_n // 8, spec.share.tile_n // 8
+        self.vectors, self.slice_vectors = spec.tile_n // 8, spec.of_slice.tile_n // 8
 
     def cta_view(self, args, cta, stages):
         """Returns the address of the thread's first vector in stages."""
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         return stages.sA.iterator.toint() + thread * (4 * VECTOR)
 
-    def registers_of_share(self, acc):
-        return cute.make_rmem_tensor(((2, 2, self.of_share), self.blocks, 1), Float32)
+    def slice_registers(self, acc):
+        return cute.make_rmem_tensor(((2, 2, self.slice_vectors), self.blocks, 1), Float32)
 
-    def share_of(self, coords):
-        return coords._replace(n=coords.n * self.spec.shares + coords.part)
+    def slice_coords(self, coords):
+        return coords._replace(n=coords.n * self.spec.slices + coords.part)
 
     def stores(self, coords):
-        if self.spec.shares == self.spec.cluster_k:
+        if self.spec.slices == self.spec.cluster_k:
             return True
-        return coords.part < self.spec.shares
+        return coords.part < self.spec.slices
 
     @cute.jit
-    def combine(self, view, acc, share, coords):
+    def combine(self, view, acc, stored, coords):
         pipeline.NamedBarrier(BarrierId.MATH, self.threads).arrive_and_wait()
         count = self.blocks * self.vectors
         pointer = cute.make_ptr(Float32, view, cute.AddressSpace.smem, assumed_align=4 * VECTOR)
@@ -214,20 +214,20 @@ class ClusterSum(NoFinish):
         cute.arch.cluster_wait()
         stores = self.stores(coords)
         if stores:
-            self.add(view, share, coords.part)
+            self.add(view, stored, coords.part)
         cute.arch.cluster_arrive_relaxed()
         return stores
 
-    def add(self, view, share, rank):
-        """Adds up a thread's vectors of the `rank`-th share."""
-        sums, pitch = _vectors(share, self.blocks * self.of_share), 4 * VECTOR * self.threads
-        first = view + rank * (self.of_share * pitch)
-        for block, column in product(range(self.blocks), range(self.of_share)):
+    def add(self, view, stored, rank):
+        """Adds up a thread's vectors of the `rank`-th slice."""
+        sums, pitch = _vectors(stored, self.blocks * self.slice_vectors), 4 * VECTOR * self.threads
+        first = view + rank * (self.slice_vectors * pitch)
+        for block, column in product(range(self.blocks), range(self.slice_vectors)):
             address = first + (block * self.vectors + column) * pitch
             for cta, i in product(range(self.spec.cluster_k), range(VECTOR)):
                 if i == 0:
                     loaded = _load_of(cta, address)
-                at = i, block * self.of_share + column
+                at = i, block * self.slice_vectors + column
                 sums[at] = sums[at] + loaded[i] if cta else loaded[i]
 
     def leave(self):

@@ -53,7 +53,7 @@ class GemmKernel:
         self.producer = make_producer(spec)
         self.consumer = make_consumer(spec, self.producer, self.schedule.atom_layout_m)
         self.finish = make_finish(spec)
-        self.epilogue = FusedEpilogue(spec.share)
+        self.epilogue = FusedEpilogue(spec.of_slice)
         self.zero_fill = ZeroFillWarp(spec)
         self.skip = partial(skip_tile, spec)
 
@@ -97,7 +97,7 @@ class GemmKernel:
 
         tiles = Tiles(s, self.scheduler, scheduled, args, cta)
         tma_coords = TmaCoords(s, args)
-        epilogue = CtaView(parameters, shared, operand_barriers, TmaCoords(s.share, args))
+        epilogue = CtaView(parameters, shared, operand_barriers, TmaCoords(s.of_slice, args))
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -174,8 +174,8 @@ class GemmKernel:
         while tiles.exists(tile):
             coords = tiles.coords(tile)
             if self.finish.stores(coords):
-                share = self.finish.share_of(coords)
-                loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, share)
+                own = self.finish.slice_coords(coords)
+                loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, own)
             tile, reader = tiles.next(tile, reader)
             tile, reader, loaded = self.schedule.skip_partner_tile(
                 tiles, tile, reader, loaded, keep
@@ -204,8 +204,8 @@ class GemmKernel:
 
         view = self.consumer.partition_for_math(stages, warpgroup, tiles.args)
         mma = self.consumer.make_tiled_mma(1)
-        share = self.finish.registers_of_share(view.acc)
-        results = self.epilogue.math_view(epilogue, mma, warpgroup, math_thread % WARPGROUP, share)
+        stored = self.finish.slice_registers(view.acc)
+        results = self.epilogue.math_view(epilogue, mma, warpgroup, math_thread % WARPGROUP, stored)
 
         state = make_pipeline_state(PipelineUserType.Consumer, self.spec.num_stages)
         written = Int32(0)
@@ -216,10 +216,10 @@ class GemmKernel:
                 scalars = self.epilogue.load_scalars(results, coords)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
-                if self.finish.combine(exchange, self.consumer.sums(view), share, coords):
+                if self.finish.combine(exchange, self.consumer.sums(view), stored, coords):
                     self.consumer.settle(view)
                     written = self.epilogue.store_tile(
-                        results, scalars, is_store_warp, written, self.finish.share_of(coords)
+                        results, scalars, is_store_warp, written, self.finish.slice_coords(coords)
                     )
             else:
                 state = pass_over_tile(ring, state, coords)

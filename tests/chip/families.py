@@ -119,7 +119,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, Hashable]]:
     return [
         *traits_of_type(spec),
         ("rows", spec.tile_m),
-        ("cluster", (spec.cluster_m, spec.cluster_n)),
+        ("cluster", (spec.cluster_m, spec.cluster_n, spec.cluster_k)),
         ("warp schedule", spec.warp_schedule),
         ("tile scheduler", (spec.tile_scheduler, spec.split_k)),
         ("stream", (spec.short_boxes, spec.evict_first)),

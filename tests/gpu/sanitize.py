@@ -38,12 +38,12 @@ from support import cases, graphs, grouped, outcome, random_operands, trial
 from support.covering import covering_subset
 from support.gpu import Gpu
 from support.policies import (
+    cluster_k_specs,
     covering_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
-    shared_specs,
-    traits_of,
 )
+from support.traits import traits_of
 
 from jax_hopper_gemm.dispatch import table_specs
 from jax_hopper_gemm.gemm.problem import GemmProblem
@@ -72,7 +72,7 @@ def main() -> int:
     elif arguments.grouped:
         specs, check = list(grouped_covering_specs()), check_grouped
     else:
-        specs = [*shared_specs(), *epilogue_covering_specs(), *covering_specs()]
+        specs = [*cluster_k_specs(), *epilogue_covering_specs(), *covering_specs()]
         specs += table_specs(gpu.device)
         specs = [spec for spec in specs if not spec.grouped]
         check = check_plain

@@ -15,13 +15,13 @@ from support import bounds, cases, graphs, outcome, random_operands, reference, 
 from support.policies import (
     chosen_epilogue_specs,
     chosen_specs,
+    cluster_k_specs,
     covering_specs,
     eight_bit_specs,
     epilogue_covering_specs,
     large_cluster_specs,
     nested_specs,
     parts_specs,
-    shared_specs,
     short_box_specs,
     stacked_specs,
     stored_parts_specs,
@@ -63,7 +63,7 @@ FAMILIES = {
     "16": Family(SPECS, covering_specs()),
     "epilogue": Family(WITH_EPILOGUES, WITH_EPILOGUES[::2], 200),
     "clusters": Family(large_cluster_specs(), large_cluster_specs(), 60),
-    "shared": Family(shared_specs(), shared_specs(), 60),
+    "cluster_k": Family(cluster_k_specs(), cluster_k_specs(), 60),
     "8": Family.every_third([s for s in eight_bit_specs() if not s.grouped], 60),
     "float32": Family.every_third(
         [s for s in (*parts_specs(), *tf32_specs()) if not (s.grouped or s.split_k)], 100

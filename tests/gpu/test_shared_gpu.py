@@ -54,7 +54,7 @@ def kinds() -> list[GemmSpec]:
     """Returns a kernel of each scheduler, size of cluster and split that dispatch can choose."""
     found: dict[tuple, GemmSpec] = {}
     for spec in table_specs(H200, [("bfloat16", "bfloat16")]):
-        kind = (spec.tile_scheduler, spec.split_k, spec.cluster_m * spec.cluster_n, spec.grouped)
+        kind = (spec.tile_scheduler, spec.split_k, spec.cluster_k, spec.cluster_size, spec.grouped)
         found.setdefault(kind, spec)
     return list(found.values())
 

@@ -32,6 +32,7 @@ from support.choices import (
 from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 from support.remembered import remembered
+from support.traits import EXTENTS_AND_DTYPES, shown_by_code, traits_of
 
 from jax_hopper_gemm.dispatch import H100, H200, table_specs
 from jax_hopper_gemm.gemm.legality import configuration_violations, violations
@@ -69,7 +70,7 @@ def stacked_specs() -> tuple[GemmSpec, ...]:
     stacked = tuple(
         replace(spec, indexed="b" if i % 2 else "a") for i, spec in enumerate(covering_specs()[::4])
     )
-    return (*stacked, *_shared(stacked[::3]))
+    return (*stacked, *_along_k(stacked[::3]))
 
 
 @cache
@@ -77,7 +78,7 @@ def nested_specs() -> tuple[GemmSpec, ...]:
     """Returns some of the covering specs, plain and with epilogues, with a nested batch."""
     dense = (*covering_specs()[1::8], *epilogue_covering_specs()[1::6])
     nested = tuple(replace(spec, nested=True) for spec in _of_one_plane(dense))
-    return (*nested, *_shared(nested[::3]))
+    return (*nested, *_along_k(nested[::3]))
 
 
 @cache
@@ -90,7 +91,7 @@ def short_box_specs() -> tuple[GemmSpec, ...]:
         for i, spec in enumerate(s for s in alone if "k" in (s.a_major, s.b_major))
     )
     short = _legal(streams)[::2]
-    return (*short, *_shared(short[::3]))
+    return (*short, *_along_k(short[::3]))
 
 
 @cache
@@ -102,15 +103,15 @@ def split_specs() -> tuple[GemmSpec, ...]:
 
 
 @cache
-def shared_specs() -> tuple[GemmSpec, ...]:
+def cluster_k_specs() -> tuple[GemmSpec, ...]:
     """Returns those of the covering specs, plain and with epilogues, and some that store D along M,
     whose k-tiles CTAs of a cluster can share."""
     transposed = (s for s in transposed_specs() if not (s.nested or s.indexed))
     some = itertools.islice(transposed, 0, None, 4)
-    return _shared((*covering_specs(), *epilogue_covering_specs(), *some))
+    return _along_k((*covering_specs(), *epilogue_covering_specs(), *some))
 
 
-def _shared(specs: Iterable[GemmSpec]) -> tuple[GemmSpec, ...]:
+def _along_k(specs: Iterable[GemmSpec]) -> tuple[GemmSpec, ...]:
     """Returns legal ones of kernels with two, four and eight CTAs for each tile."""
     return _legal(
         replace(
@@ -148,7 +149,7 @@ def loose_specs() -> tuple[GemmSpec, ...]:
         if spec.graph.matrices and all(o.kind != "matrix" for o in spec.graph.operands)
     )
     legal = _legal(loose)
-    return (*legal, *_shared(legal[::4]))
+    return (*legal, *_along_k(legal[::4]))
 
 
 @cache
@@ -235,7 +236,7 @@ def all_specs() -> tuple[GemmSpec, ...]:
         epilogue_covering_specs, large_cluster_specs, grouped_covering_specs, eight_bit_specs,
         eight_bit_variants, block_specs, chosen_epilogue_specs, transposed_specs, parts_specs,
         stored_parts_specs, tf32_specs, converted_specs, converted_variants, loose_specs,
-        panel_specs, shared_specs,
+        panel_specs, cluster_k_specs,
     )  # fmt: skip
     return tuple(dict.fromkeys(spec for specs in sets for spec in specs()))
 
@@ -258,10 +259,10 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
             *split_specs(), *transposed_specs(), *loose_specs(), *panel_specs(),
             *epilogue_covering_specs(), *large_cluster_specs(), *grouped_covering_specs(),
-            *shared_specs(), *chosen_epilogue_specs(), *chosen_specs(),
+            *cluster_k_specs(), *chosen_epilogue_specs(), *chosen_specs(),
         )
     )  # fmt: skip
-    pairs = covering_subset(pool, partial(shown_by_code, alone=_EXTENTS_AND_DTYPES))
+    pairs = covering_subset(pool, partial(shown_by_code, alone=EXTENTS_AND_DTYPES))
     return tuple(covering_subset(pairs, shown_by_code))
 
 
@@ -270,40 +271,6 @@ def compiled_weights() -> tuple[GemmSpec, ...]:
     """Returns as many of kernels that convert B as show every trait; if `ALL`, every pair."""
     pool = dict.fromkeys((*converted_specs(), *converted_variants()))
     return tuple(covering_subset(pool, shown_by_code if ALL else traits_of))
-
-
-_EXTENTS_AND_DTYPES: tuple[str, ...] = () if ALL else (
-    "tile_m", "tile_n", "tile_k", "epi_tile_n", "cluster", "a_dtype", "b_dtype", "d_dtype",
-)  # fmt: skip
-# And parts of epilogues, which `test_compile_functions.py` compiles in many ways.
-_ALONE = () if ALL else (*_EXTENTS_AND_DTYPES, "operand", "result")
-
-
-def shown_by_code(spec: GemmSpec, alone: tuple[str, ...] = _ALONE) -> set[frozenset]:
-    """Returns each trait of a kernel, and each pair, without those traits that count alone."""
-    traits = traits_of(spec)
-    paired = [x for x in traits if x[0] not in alone]
-    single = {frozenset((trait,)) for trait in traits}
-    return single | {frozenset(pair) for pair in itertools.combinations(paired, 2)}
-
-
-def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
-    """Returns what a kernel's code depends on: policies, layouts, dtypes, parts of its epilogue."""
-    fields = (
-        "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
-        "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
-        "split_k", "d_major", "loose_d",
-    )  # fmt: skip
-    return [
-        *((field, getattr(spec, field)) for field in fields),
-        ("majors", (spec.a_major, spec.b_major)),
-        ("cluster", (spec.cluster_m, spec.cluster_n, spec.cluster_k)),
-        ("groups", (spec.grouped, spec.gathered)),
-        ("accumulators", spec.graph.accumulators),
-        ("k_group", spec.k_group),
-        *(("operand", kind) for kind in sorted({o.kind for o in spec.graph.operands})),
-        *(("result", kind) for kind in sorted({r.kind for r in spec.graph.results})),
-    ]
 
 
 def _covering(*several: dict[str, tuple]) -> tuple[GemmSpec, ...]:
