@@ -42,10 +42,12 @@ SCALED = [
     first(policies.block_specs(), k_in_turns=True, a_block=1, tile_scheduler="static"),
     first(policies.converted_specs(), k_in_turns=True, k_group=32),
 ]
-# Of eight CTAs three store a slice of the first one's tiles; the second one has an epilogue.
+# Of eight CTAs three store a slice of the first one's tiles; the second one has an epilogue; the
+# last one converts B, and one CTA of each cluster stores.
 ALONG_K = [
     first(policies.cluster_k_specs(), tile_m=64, tile_n=48, cluster_k=8),
     next(s for s in policies.cluster_k_specs() if s.graph.loaded and s.tile_m == 64),
+    first(policies.converted_variants(), cluster_k=4, k_in_turns=True, k_group=0),
 ]
 IN_TURNS = first(policies.block_specs(), k_in_turns=True, a_block=0, cluster_size=1)
 

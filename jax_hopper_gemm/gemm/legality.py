@@ -175,17 +175,11 @@ def _cluster_k_violations(spec: GemmSpec) -> Iterator[str]:
         )
     if s.grouped or s.panels > 1 or graph.accumulators > 1:
         yield "CTAs of a cluster share the k-tiles of plain tiles: of no group, panel or gate"
-    if s.a_dtype not in HALVES or s.b_in_registers or s.bf16_terms:
-        yield f"CTAs of a cluster share k-tiles of 16-bit operands, not {s.a_dtype} by {s.b_dtype}"
+    if s.a_dtype not in (*HALVES, "float32") or s.bf16_terms:
+        kind = "bfloat16 parts" if s.bf16_terms else s.a_dtype
+        yield f"CTAs of a cluster share k-tiles of A in 16 bits or TF32, not of {kind}"
     if len(graph.matrices) < len(graph.results) or graph.needs_whole_rows or graph.row_nodes:
         yield "each CTA of such a cluster stores some columns of a tile, but the epilogue reduces"
-    if (sums := 4 * s.d_tile_m * s.tile_n) > s.num_stages * s.stage_bytes:
-        yield f"{sums} bytes of sums do not fit in {s.num_stages} stages, where CTAs leave them"
-    # NOTE: a barrier of the cluster waits for all warps that have not left. One that loads operands
-    # must leave before, and so wait for no stage that is read behind that barrier.
-    subtiles = s.rows_per_warpgroup // EPI_TILE_M * (s.of_slice.tile_n // s.epi_tile_n)
-    if graph.loaded and subtiles > s.epi_load_stages:
-        yield f"{subtiles} subtiles of a slice, but {s.epi_load_stages} stages of their operands"
 
 
 def _simt_violations(spec: GemmSpec) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Bytes of shared memory that a kernel takes, and what they hold.
 
 Dynamic shared memory of a launch, its parts in this order: stages of A and B, with the scales that
-belong to them; bfloat16 parts of B; where accumulators are turned; for each matrix of the results
-its staged tiles; for each operand that is loaded its tiles, matrices first; scratch; barriers.
+belong to them; bfloat16 parts of B; where accumulators are turned; sums of a cluster's CTAs; for
+each matrix of the results its staged tiles; for each operand that is loaded its tiles, matrices
+first; scratch; barriers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def total_bytes(spec: GemmSpec) -> int:
     staged = spec.epi_stages * spec.epi_stage_bytes
     loaded = spec.epi_load_stages * spec.load_stage_bytes
     tiles = spec.math_warpgroups * (staged + loaded)
-    return ring + exchange_bytes(spec) + tiles + scratch_bytes(spec) + SMEM_BARRIERS
+    exchanged = exchange_bytes(spec) + spec.slot_bytes
+    return ring + exchanged + tiles + scratch_bytes(spec) + SMEM_BARRIERS
 
 
 def stage_bytes(spec: GemmSpec) -> int:
@@ -74,6 +76,13 @@ def exchange_bytes(spec: GemmSpec) -> int:
     """Returns the bytes in which math warpgroups that share columns turn or add up their sums."""
     nbytes = 4 * EPI_TILE_M * EXCHANGE_PITCH
     return spec.math_warpgroups * nbytes if spec.warpgroups_n > 1 else 0
+
+
+def slot_bytes(spec: GemmSpec) -> int:
+    """Returns the bytes of the slots in which a CTA gets the sums of a slice from its cluster."""
+    if spec.cluster_k == 1:
+        return 0
+    return 4 * spec.cluster_k * 32 * spec.tile_warps * spec.sum_registers // spec.slices
 
 
 def epi_stage_bytes(spec: GemmSpec) -> int:
@@ -112,7 +121,7 @@ def scratch_bytes(spec: GemmSpec) -> int:
 
 
 def barrier_bytes(spec: GemmSpec) -> int:
-    """Returns the bytes in use: barriers of A, B and the epilogue's operands, the mailbox."""
+    """Returns the bytes in use: barriers of A, B, the epilogue's operands, slots; the mailbox."""
     rings = spec.num_stages + spec.math_warpgroups * spec.epi_load_stages
     mailbox = GROUPED_MAILBOX_BYTES if spec.grouped else MAILBOX_BYTES * spec.dynamic
-    return 16 * rings + mailbox
+    return 16 * rings + 8 * (spec.cluster_k > 1) + mailbox

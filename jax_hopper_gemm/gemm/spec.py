@@ -232,9 +232,10 @@ class GemmSpec(ProblemType):
     def slices(self) -> int:
         """Slices of a tile's columns, each stored by one of the CTAs that share its k-tiles.
 
-        Columns come in steps of 16, so some CTAs may store none.
+        Columns come in steps of 16, so some CTAs may store none. Of B in registers a warp has sums
+        of some columns only, so one CTA stores all.
         """
-        blocks = self.tile_n // 16
+        blocks = 1 if self.b_in_registers else self.tile_n // 16
         return max(n for n in range(1, self.cluster_k + 1) if blocks % n == 0)
 
     @property
@@ -292,6 +293,7 @@ class GemmSpec(ProblemType):
     stage_bytes = cached_property(smem.stage_bytes)
     scale_bytes = property(smem.scale_bytes)
     parts_bytes = property(smem.parts_bytes)
+    slot_bytes = property(smem.slot_bytes)
     epi_stage_bytes = cached_property(smem.epi_stage_bytes)
     load_stage_bytes = cached_property(smem.load_stage_bytes)
     smem_bytes = cached_property(smem.total_bytes)

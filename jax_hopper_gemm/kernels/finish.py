@@ -11,14 +11,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 
 from ..gemm.k_split import begin_of
 from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
-from ..gemm.smem import EPI_TILE_M
+from ..gemm.smem import EPI_TILE_M, SMEM_VECTOR
 from . import flags
-from .shared_memory import WARPGROUP, BarrierId
+from .shared_memory import WARPGROUP
 
 VECTOR = 4  # float32 of 16 bytes
 
@@ -26,10 +25,18 @@ VECTOR = 4  # float32 of 16 bytes
 class NoFinish:
     """The protocol of a finish; here one CTA multiplies all k-tiles of a tile."""
 
+    smem_words = 0  # int64 of shared memory for barriers
+
     def __init__(self, spec):
         self.spec = spec
 
-    def cta_view(self, args, cta, stages):
+    def allocate(self, memory):
+        """Returns a pointer to its `slot_bytes` of shared memory, if it has any."""
+
+    def setup(self, barrier, cta):
+        """Makes its barriers; called by all threads."""
+
+    def cta_view(self, args, cta, slots, barrier):
         """Returns what `combine` takes of a CTA; called by its math threads."""
 
     def slice_registers(self, acc):
@@ -39,9 +46,6 @@ class NoFinish:
     def slice_coords(self, coords):
         """Returns the coordinates of what this CTA stores of a tile, for `GemmSpec.of_slice`."""
         return coords
-
-    def leave(self):
-        """Waits until this CTA may leave; called by its math threads."""
 
     def stores(self, coords):
         """Returns whether this CTA stores the tile. True folds away; the GPU evaluates others."""
@@ -84,7 +88,7 @@ class OrderedSum(NoFinish):
         most = max(1, free // VECTOR)
         self.chunk = max(n for n in range(1, most + 1) if self.vectors % n == 0)
 
-    def cta_view(self, args, cta, stages):
+    def cta_view(self, args, cta, slots, barrier):
         s = self.spec
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) % self.threads
         rank = cta.m + s.cluster_m * cta.n
@@ -167,71 +171,100 @@ class OrderedSum(NoFinish):
         return view.flag + item * (self.spec.cluster_size * self.spec.tile_warps)
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Where a thread finds the sums of its slice that each CTA of the cluster has sent."""
+
+    sums: Any  # (vector, vectors, CTA), in shared memory
+    barrier: Any  # pointer to the mbarrier that the bytes of all slots complete
+
+
 class ClusterSum(NoFinish):
     """Adds the sums of a cluster's CTAs, in the order of K; each CTA stores a slice of the tile.
 
-    When a CTA has multiplied its k-tiles, its stages are free. Its threads leave their accumulators
-    there, in vectors of 16 bytes that lie side by side over a warp. So each thread finds those of
-    the same thread of the other CTAs, and reads the columns of its CTA's slice.
+    A CTA that stores has a slot for each CTA of the cluster. A thread sends its sums to the same
+    thread of other CTAs, in vectors of 16 bytes that lie side by side over a warp.
 
-        accumulators -> stages, once all math warps have read them
-        barrier of the cluster: all have left theirs
-        sums of the slice, of all CTAs -> epilogue
-        barrier of the cluster, before any CTA leaves: all have read
+        sums of each slice -> own slot of the CTA that stores it, by `st.async`
+        all slots have their bytes: their sums, in the order of K -> epilogue
+
+    So no CTA waits before it sends, and one that has sent all and stored its slice may leave.
     """
+
+    smem_words = 1
 
     def __init__(self, spec):
         super().__init__(spec)
         self.threads = 32 * spec.tile_warps
+        self.vectors = spec.sum_registers // VECTOR
+        self.slice_vectors = self.vectors // spec.slices
         self.blocks = spec.rows_per_warpgroup // EPI_TILE_M
-        # Of a thread's 64 rows: a vector for each 8 columns.
-        self.vectors, self.slice_vectors = spec.tile_n // 8, spec.of_slice.tile_n // 8
+        self.floats = VECTOR * self.threads * self.slice_vectors  # of a slot
 
-    def cta_view(self, args, cta, stages):
-        """Returns the address of the thread's first vector in stages."""
+    def allocate(self, memory):
+        return memory.pointer(Float32, self.spec.slot_bytes, SMEM_VECTOR)
+
+    @cute.jit
+    def setup(self, barrier, cta):
+        if cute.arch.warp_idx() == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(barrier, 1)
+                if self.has_slice(cta.k):
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.spec.slot_bytes)
+
+    def cta_view(self, args, cta, slots, barrier):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        return stages.sA.iterator.toint() + thread * (4 * VECTOR)
+        first = slots + cute.assume(thread * VECTOR, divby=VECTOR)
+        shape = VECTOR, self.slice_vectors, self.spec.cluster_k
+        layout = cute.make_layout(shape, stride=(1, VECTOR * self.threads, self.floats))
+        return Slots(cute.make_tensor(first, layout), barrier)
 
     def slice_registers(self, acc):
-        return cute.make_rmem_tensor(((2, 2, self.slice_vectors), self.blocks, 1), Float32)
+        if self.spec.slices == 1:  # the sums may be others, which the consumer turns into `acc`
+            return acc
+        of_block = self.slice_vectors // self.blocks
+        return cute.make_rmem_tensor(((2, 2, of_block), self.blocks, 1), Float32)
 
     def slice_coords(self, coords):
         return coords._replace(n=coords.n * self.spec.slices + coords.part)
 
-    def stores(self, coords):
+    def has_slice(self, rank):
         if self.spec.slices == self.spec.cluster_k:
             return True
-        return coords.part < self.spec.slices
+        return rank < self.spec.slices
+
+    def stores(self, coords):
+        return self.has_slice(coords.part)
 
     @cute.jit
     def combine(self, view, acc, stored, coords):
-        pipeline.NamedBarrier(BarrierId.MATH, self.threads).arrive_and_wait()
-        count = self.blocks * self.vectors
-        pointer = cute.make_ptr(Float32, view, cute.AddressSpace.smem, assumed_align=4 * VECTOR)
-        layout = cute.make_layout((VECTOR, count), stride=(1, VECTOR * self.threads))
-        cute.autovec_copy(_vectors(acc, count), cute.make_tensor(pointer, layout))
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        self.send(view, _vectors(acc, self.vectors), coords.part)
         stores = self.stores(coords)
         if stores:
-            self.add(view, stored, coords.part)
-        cute.arch.cluster_arrive_relaxed()
+            cute.arch.mbarrier_wait(view.barrier, 0)
+            of_slice = acc if cutlass.const_expr(self.spec.slices == 1) else stored
+            self.add(view, _vectors(of_slice, self.slice_vectors))
         return stores
 
-    def add(self, view, stored, rank):
-        """Adds up a thread's vectors of the `rank`-th slice."""
-        sums, pitch = _vectors(stored, self.blocks * self.slice_vectors), 4 * VECTOR * self.threads
-        first = view + rank * (self.slice_vectors * pitch)
-        for block, column in product(range(self.blocks), range(self.slice_vectors)):
-            address = first + (block * self.vectors + column) * pitch
-            for cta, i in product(range(self.spec.cluster_k), range(VECTOR)):
-                if i == 0:
-                    loaded = _load_of(cta, address)
-                at = i, block * self.slice_vectors + column
-                sums[at] = sums[at] + loaded[i] if cta else loaded[i]
+    def send(self, view, sums, rank):
+        """Sends a thread's sums of each slice to the CTA that stores it."""
+        slices, of_block = self.spec.slices, self.slice_vectors // self.blocks
+        slot = view.sums[None, None, rank].iterator.toint()
+        slots = [_in_cta(slot, cta) for cta in range(slices)]
+        barriers = [_in_cta(view.barrier.toint(), cta) for cta in range(slices)]
+        # All CTAs send at once: each spreads what it sends over those that store.
+        for block, column, cta in product(range(self.blocks), range(of_block), range(slices)):
+            vector = (block * slices + cta) * of_block + column
+            at = (block * of_block + column) * 4 * VECTOR * self.threads
+            _send([sums[i, vector] for i in range(VECTOR)], slots[cta], at, barriers[cta])
 
-    def leave(self):
-        cute.arch.cluster_wait()
+    def add(self, view, sums):
+        """Adds up the slots of all CTAs."""
+        cute.autovec_copy(view.sums[None, None, 0], sums)
+        for cta in range(1, self.spec.cluster_k):
+            loaded = cute.make_rmem_tensor((VECTOR, self.slice_vectors), Float32)
+            cute.autovec_copy(view.sums[None, None, cta], loaded)
+            sums.store(sums.load() + loaded.load())
 
 
 def _vectors(registers, count):
@@ -239,13 +272,20 @@ def _vectors(registers, count):
     return cute.make_tensor(registers.iterator, cute.make_layout((VECTOR, count)))
 
 
-def _load_of(cta, address):
-    """Returns the vector at an address of shared memory, of one of the cluster's CTAs."""
+def _in_cta(address, cta):
+    """Returns the address in shared memory of one of the cluster's CTAs that this one has here."""
     return cute.arch.inline_ptx(
-        f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, {{$r0}}, {cta}; "
-        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [there]; }",
-        write_only_types=[Float32] * VECTOR,
-        read_only_args=[address],
+        f"mapa.shared::cluster.u32 {{$w0}}, {{$r0}}, {cta};",
+        write_only_types=[Int32], read_only_args=[address],
+    )  # fmt: skip
+
+
+def _send(vector, slot, offset, barrier):
+    """Stores a vector in shared memory of a CTA, whose mbarrier counts the bytes that came."""
+    cute.arch.inline_ptx(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        f"[{{$r0}}+{offset}], " + "{{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[slot, *vector, barrier],
     )
 
 

@@ -15,6 +15,7 @@
                         in each CTA that shares the stage
     operands            see epilogue/operand_ring.py                 operands, math
     mailbox             see mailbox.py                               all but the scheduler
+    sums                bytes of all CTAs that share K               math, see finish.py
     named               see `BarrierId` in shared_memory.py          math
 
 Stages that a tile leaves free fill with the next tile's loads while it is still stored.
@@ -89,17 +90,18 @@ class GemmKernel:
             stores = parameters.stores if self.epilogue.stores_by_tma else ()
             self.prefetch((of_ab, stores, parameters.loads))
 
-        stages, shared, barriers = self.allocate_shared_memory()
+        stages, slots, shared, barriers = self.allocate_shared_memory()
         ring = make_ring(s, barriers["ring"], self.producer, s.stage_warps, args.stage_bytes)
         operand_barriers = self.epilogue.ring.setup(barriers["operands"])
         scheduled = self.scheduler.setup(barriers["mailbox"], args, self.reader_warps)
-        pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
+        self.finish.setup(barriers["sums"], cta)
+        pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n * s.cluster_k), is_relaxed=True)
 
         tiles = Tiles(s, self.scheduler, scheduled, args, cta)
         tma_coords = TmaCoords(s, args)
         epilogue = CtaView(parameters, shared, operand_barriers, TmaCoords(s.of_slice, args))
 
-        pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
+        pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n * s.cluster_k))
 
         loader_registers, math_registers = self.schedule.registers
         if warp < FIRST_MATH_WARP:
@@ -123,7 +125,8 @@ class GemmKernel:
                     self.zero_fill.run(tiles)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(stages, ring, tiles, epilogue, self.finish.cta_view(args, cta, stages))
+            exchange = self.finish.cta_view(args, cta, slots, barriers["sums"])
+            self.math(stages, ring, tiles, epilogue, exchange)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # NOTE: the mailbox's first CTA must not leave while others may still arrive on it.
@@ -134,17 +137,19 @@ class GemmKernel:
         map_args(cute.nvgpu.cpasync.prefetch_descriptor, atoms)
 
     def allocate_shared_memory(self):
-        """Returns all shared memory: stages, the epilogue's, and each user's barriers."""
+        """Returns all shared memory: stages, slots of sums, the epilogue's, barriers by user."""
         memory = SharedMemory(self.spec.smem_bytes)
         stages = allocate_stages(self.spec, memory)
+        slots = self.finish.allocate(memory)
         shared = self.epilogue.allocate(memory)
         barriers = memory.barriers(
             self.spec,
             ring=2 * self.spec.num_stages,  # one full and one empty for each stage
             operands=self.epilogue.ring.smem_words,
+            sums=self.finish.smem_words,
             mailbox=self.scheduler.smem_words,
         )
-        return stages, shared, barriers
+        return stages, slots, shared, barriers
 
     @property
     def reader_warps(self):
@@ -228,7 +233,6 @@ class GemmKernel:
                 tiles, tile, reader, state, self.skip
             )
         self.epilogue.drain(is_store_warp)
-        self.finish.leave()
 
 
 def keep(state, coords):

@@ -204,18 +204,18 @@ def _legal(specs: Iterable[GemmSpec]) -> tuple[GemmSpec, ...]:
 
 @cache
 def tf32_specs() -> tuple[GemmSpec, ...]:
-    """Returns the same of float32 operands that are multiplied in TF32, some with K split."""
+    """Returns the same of float32 operands that are multiplied in TF32, some of which share K."""
     whole = _covering(*TF32_CHOICES)
     split = (replace(s, tile_scheduler="static", split_k=True) for s in whole[::6])
-    return _legal((*whole, *split))
+    return (*_legal((*whole, *split)), *_along_k(whole[::2]))
 
 
 @cache
 def converted_variants() -> tuple[GemmSpec, ...]:
-    """Returns some of `converted_specs`: split K, nested batches, short boxes."""
+    """Returns some of `converted_specs`: K shared, nested batches, short boxes."""
     dense = [s for s in converted_specs() if not s.grouped]
     nested = (s for s in _of_one_plane(dense)[1::4] if s.tile_m >= 64)
-    return _variants(dense[::2], nested, dense)
+    return (*_variants(dense[::2], nested, dense), *_along_k(dense[1::2]))
 
 
 @cache

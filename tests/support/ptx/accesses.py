@@ -97,16 +97,19 @@ def st(instruction: Instruction) -> Run:
 
 def _st_async(instruction: Instruction) -> Run:
     to, source, barrier = instruction.operands
-    if instruction.dtype != "b32":
+    if instruction.dtype not in ("b32", "f32"):
         raise PtxError("st.async of another size")
     address, signal = _address(to, False), _address(barrier, False)
-    read = reader(source, "b32")
+    parts = source.items if isinstance(source, Vector) else (source,)
+    reads = [reader(x, instruction.dtype) for x in parts]
 
     def run(g: Lanes) -> None:
-        cluster = g.block.cluster
-        for _, at, signalled, value in g.each(address(g), signal(g), read(g)):
-            cluster.shared(at).store(np.array([at]), [np.array([value], np.uint32)])
-            cluster.arrive_at(signalled, 0, came=4)
+        cluster, count = g.block.cluster, g.hi - g.lo
+        values = [np.broadcast_to(read(g), count).view(np.uint32) for read in reads]
+        for lane, at, signalled in g.each(address(g), signal(g)):
+            bits = [value[lane - g.lo : lane - g.lo + 1] for value in values]
+            cluster.shared(at).store(np.array([at]), bits)
+            cluster.arrive_at(signalled, 0, came=4 * len(parts))
 
     return run
 
