@@ -20,6 +20,7 @@ from .configs import (
     MEDIUM_CONFIGS,
     MORE_CONFIGS,
     NARROW_CONFIGS,
+    NARROW_CONVERTED_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     PROMOTED_K_CONFIGS,
@@ -33,10 +34,11 @@ from .configs import (
 
 # Medium products: of more rows and columns, of up to so many elements of D, and of K from.
 MEDIUM_SIDE, MEDIUM_ELEMENTS, MEDIUM_K = 64, 6 * 2**20, 512
-# Narrow products: of up to so many elements of D, of all matrices, of K from, and that move up to
-# so many bytes, which L2 holds. Measured: of 106 such products that have another kernel for it the
-# new one is 1.22 times as fast in the mean, of 30 that move more 1.02 times, 0.75 at least.
-NARROW_ELEMENTS, NARROW_K, NARROW_BYTES = 2**18, 2048, 40e6
+# Narrow products: of a side of up to so many rows or columns, of so many elements of D, of all
+# matrices, of as many bytes along K from, and that move up to so many bytes. Measured, of 150
+# products of 16 bits with up to 2^19 elements and K from 1024: the 81 of these with another kernel
+# for it are 1.23 times as fast; sides over 128 are 0.98 times so, shorter K 0.99.
+NARROW_SIDE, NARROW_ELEMENTS, NARROW_LINE, NARROW_BYTES = 128, 2**18, 2816, 60e6
 
 ConfigsOf = Callable[[ProblemType], tuple[Config, ...]]
 
@@ -77,8 +79,11 @@ def narrow_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
     Of few rows they stream the other operand: B, or A where the kernel computes D's transpose.
     """
-    if not _is_dense_half(problem_type):
+    of_parts = problem_type.bf16_terms or problem_type.simt_width
+    if problem_type.grouped or of_parts or problem_type.a_dtype not in (*HALVES, "float32"):
         return ()
+    if problem_type.b_in_registers:
+        return tuple(replace(c, evict_first="b") for c in NARROW_CONVERTED_CONFIGS)
     streamed: Literal["a", "b"] = "b" if problem_type.d_major == "n" else "a"
     return (*(replace(c, evict_first=streamed) for c in NARROW_CONFIGS), *NARROW_CONFIGS)
 
@@ -86,8 +91,9 @@ def narrow_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 def is_narrow(problem: GemmProblem) -> bool:
     """Whether D has few tiles of long K, as of a router, or of a factor of low rank."""
     p = problem
-    elements = p.l * p.m * p.n
-    return elements <= NARROW_ELEMENTS and p.k >= NARROW_K and p.bytes <= NARROW_BYTES
+    small = min(p.m, p.n) <= NARROW_SIDE and p.l * p.m * p.n <= NARROW_ELEMENTS
+    long = p.k * DTYPES[p.a_dtype].itemsize >= NARROW_LINE
+    return small and long and p.bytes <= NARROW_BYTES
 
 
 def _is_dense_half(problem_type: ProblemType) -> bool:

@@ -7,6 +7,7 @@ chooses: for a new tile or policy add it here. Which problems a table is for is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Literal
@@ -251,15 +252,24 @@ MEDIUM_CONFIGS = (
     ),
 )  # fmt: skip
 
+
+def _along_k(tile_m: int, tile_n: int, rows: int, *clusters: int) -> Iterator[Config]:
+    for ctas in clusters:
+        yield Config(
+            tile_m, tile_n, rows * SWIZZLE_BYTES, cluster_k=ctas, tile_scheduler="single",
+            short_boxes=True,
+        )  # fmt: skip
+
+
 # Narrow products of long K: CTAs of a cluster share the k-tiles of each tile.
-NARROW_CONFIGS = tuple(
-    Config(64, n, k_bytes, cluster_k=ctas, tile_scheduler="single", short_boxes=True)
-    for n, k_bytes, *clusters in (
-        (16, 2 * SWIZZLE_BYTES, 2, 4), (32, 2 * SWIZZLE_BYTES, 2, 4, 8),
-        (48, 2 * SWIZZLE_BYTES, 4, 8), (64, 2 * SWIZZLE_BYTES, 2, 4, 8),
-        (96, SWIZZLE_BYTES, 4, 8), (128, SWIZZLE_BYTES, 4, 8),
-    )
-    for ctas in clusters
+NARROW_CONFIGS = (
+    *_along_k(64, 16, 2, 2, 4), *_along_k(64, 32, 2, 2, 4, 8), *_along_k(64, 48, 2, 4, 8),
+    *_along_k(64, 64, 2, 2, 4, 8), *_along_k(64, 96, 1, 4, 8), *_along_k(64, 128, 1, 4, 8),
+)  # fmt: skip
+
+# The same where B is converted in registers.
+NARROW_CONVERTED_CONFIGS = (
+    *_along_k(16, 64, 2, 2, 4, 8), *_along_k(16, 64, 4, 2, 4, 8), *_along_k(32, 64, 2, 2, 4, 8),
 )  # fmt: skip
 
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.

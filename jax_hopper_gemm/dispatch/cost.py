@@ -78,10 +78,10 @@ HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
-# Fitted over 664 times of kernels whose clusters share k-tiles, of 55 products, which then err by
-# 9 % (rms): cycles for each SM that is at work, and the rate at which a CTA reads the others' sums;
-# with loads as other clusters of as many CTAs have them.
-CLUSTER_CYCLES_OF_SM, CLUSTER_BYTES_PER_CYCLE = 18.6, 14.5
+# Chosen for 332 products of which kernels whose clusters share k-tiles were timed, where of the
+# timed ones the kernel of least cost is 2.9 % from the fastest in the mean: cycles for each SM that
+# is at work, and the rate at which a CTA gets sums of its slice.
+CLUSTER_CYCLES_OF_SM, CLUSTER_BYTES_PER_CYCLE = 12.0, 24.0
 HANDOVER_CYCLES = 1000.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.067  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 COPY_PASSES = 2.4  # measured: as many bytes moved for each byte of lines that begin anywhere
@@ -211,9 +211,8 @@ def _exchange_cycles(spec: GemmSpec, added: int) -> float:
 
 
 def _cluster_sum_cycles(spec: GemmSpec, active_sms: int) -> float:
-    """Returns the cycles in which CTAs of a cluster leave their sums and each adds up its slice."""
-    read = _partial_bytes(spec) * spec.cluster_k / spec.slices
-    cycles = CLUSTER_CYCLES_OF_SM * active_sms + read / CLUSTER_BYTES_PER_CYCLE
+    """Returns the cycles in which CTAs of a cluster send their sums and each adds up its slice."""
+    cycles = CLUSTER_CYCLES_OF_SM * active_sms + spec.slot_bytes / CLUSTER_BYTES_PER_CYCLE
     return where(spec.cluster_k > 1, cycles, 0.0)
 
 

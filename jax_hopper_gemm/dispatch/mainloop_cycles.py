@@ -207,8 +207,9 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     late_a = where(s.cluster_m > 1, rows / (rows + columns), 0.0)
     late_b = where(s.cluster_n > 1, columns / (rows + columns), 0.0)
     arriving = bounded_by(taken, requested, LOAD_EXPONENT)
-    waiting, gained = 1 + CLUSTER_WAIT * (late_a + late_b), 1 - GAIN_OF_CLUSTERS * s.cluster_size
-    arriving *= where(s.cluster_size > 2, gained, waiting)
+    sharing = s.cluster_m * s.cluster_n
+    waiting, gained = 1 + CLUSTER_WAIT * (late_a + late_b), 1 - GAIN_OF_CLUSTERS * sharing
+    arriving *= where(sharing > 2, gained, waiting)
     in_turns = RING_CYCLES_IN_TURNS if s.b_in_registers else TURN_RING_CYCLES
     ring = where(s.k_in_turns, in_turns, RING_CYCLES) / s.num_stages
     return most(most(arriving, _gather_cycles(s)), ring)
