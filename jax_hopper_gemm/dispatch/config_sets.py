@@ -21,6 +21,7 @@ from .configs import (
     MORE_CONFIGS,
     NARROW_CONFIGS,
     NARROW_CONVERTED_CONFIGS,
+    NARROW_PROMOTED_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     PROMOTED_K_CONFIGS,
@@ -35,10 +36,11 @@ from .configs import (
 # Medium products: of more rows and columns, of up to so many elements of D, and of K from.
 MEDIUM_SIDE, MEDIUM_ELEMENTS, MEDIUM_K = 64, 6 * 2**20, 512
 # Narrow products: of a side of up to so many rows or columns, of so many elements of D, of all
-# matrices, of as many bytes along K from, and that move up to so many bytes. Measured, of 150
-# products of 16 bits with up to 2^19 elements and K from 1024: the 81 of these with another kernel
-# for it are 1.23 times as fast; sides over 128 are 0.98 times so, shorter K 0.99.
-NARROW_SIDE, NARROW_ELEMENTS, NARROW_LINE, NARROW_BYTES = 128, 2**18, 2816, 60e6
+# matrices, and that move up to so many bytes; of K from, by the bytes of A's elements. Measured, of
+# 150 products of 16 bits with up to 2^19 elements and K from 1024: the 81 of these with another
+# kernel for it are 1.23 times as fast; sides over 128 are 0.98 times so, shorter K 0.99.
+NARROW_SIDE, NARROW_ELEMENTS, NARROW_BYTES = 128, 2**18, 60e6
+NARROW_K = {1: 2048, 2: 1408, 4: 1024}
 
 ConfigsOf = Callable[[ProblemType], tuple[Config, ...]]
 
@@ -79,20 +81,20 @@ def narrow_configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
     Of few rows they stream the other operand: B, or A where the kernel computes D's transpose.
     """
-    of_parts = problem_type.bf16_terms or problem_type.simt_width
-    if problem_type.grouped or of_parts or problem_type.a_dtype not in (*HALVES, "float32"):
+    if problem_type.grouped or problem_type.bf16_terms or problem_type.simt_width:
         return ()
     if problem_type.b_in_registers:
         return tuple(replace(c, evict_first="b") for c in NARROW_CONVERTED_CONFIGS)
+    configs = NARROW_PROMOTED_CONFIGS if problem_type.promoted else NARROW_CONFIGS
     streamed: Literal["a", "b"] = "b" if problem_type.d_major == "n" else "a"
-    return (*(replace(c, evict_first=streamed) for c in NARROW_CONFIGS), *NARROW_CONFIGS)
+    return (*(replace(c, evict_first=streamed) for c in configs), *configs)
 
 
 def is_narrow(problem: GemmProblem) -> bool:
     """Whether D has few tiles of long K, as of a router, or of a factor of low rank."""
     p = problem
     small = min(p.m, p.n) <= NARROW_SIDE and p.l * p.m * p.n <= NARROW_ELEMENTS
-    long = p.k * DTYPES[p.a_dtype].itemsize >= NARROW_LINE
+    long = p.k >= NARROW_K[DTYPES[p.a_dtype].itemsize]
     return small and long and p.bytes <= NARROW_BYTES
 
 

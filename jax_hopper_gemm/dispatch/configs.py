@@ -272,6 +272,9 @@ NARROW_CONVERTED_CONFIGS = (
     *_along_k(16, 64, 2, 2, 4, 8), *_along_k(16, 64, 4, 2, 4, 8), *_along_k(32, 64, 2, 2, 4, 8),
 )  # fmt: skip
 
+# The same of sums that are promoted.
+NARROW_PROMOTED_CONFIGS = (*_along_k(64, 32, 1, 2, 4, 8), *_along_k(64, 64, 1, 2, 4, 8))
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),

@@ -175,9 +175,9 @@ def _cluster_k_violations(spec: GemmSpec) -> Iterator[str]:
         )
     if s.grouped or s.panels > 1 or graph.accumulators > 1:
         yield "CTAs of a cluster share the k-tiles of plain tiles: of no group, panel or gate"
-    if s.a_dtype not in (*HALVES, "float32") or s.bf16_terms:
+    if s.acc_dtype != "float32" or s.bf16_terms:
         kind = "bfloat16 parts" if s.bf16_terms else s.a_dtype
-        yield f"CTAs of a cluster share k-tiles of A in 16 bits or TF32, not of {kind}"
+        yield f"CTAs of a cluster add up float32 sums of wgmma, not those of {kind}"
     if len(graph.matrices) < len(graph.results) or graph.needs_whole_rows or graph.row_nodes:
         yield "each CTA of such a cluster stores some columns of a tile, but the epilogue reduces"
 

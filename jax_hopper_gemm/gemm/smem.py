@@ -82,7 +82,7 @@ def slot_bytes(spec: GemmSpec) -> int:
     """Returns the bytes of the slots in which a CTA gets the sums of a slice from its cluster."""
     if spec.cluster_k == 1:
         return 0
-    return 4 * spec.cluster_k * 32 * spec.tile_warps * spec.sum_registers // spec.slices
+    return 4 * spec.cluster_k * spec.slot_threads * spec.tile_registers // spec.slices
 
 
 def epi_stage_bytes(spec: GemmSpec) -> int:

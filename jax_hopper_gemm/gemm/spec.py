@@ -232,11 +232,16 @@ class GemmSpec(ProblemType):
     def slices(self) -> int:
         """Slices of a tile's columns, each stored by one of the CTAs that share its k-tiles.
 
-        Columns come in steps of 16, so some CTAs may store none. Of B in registers a warp has sums
-        of some columns only, so one CTA stores all.
+        Columns come in steps of 16, so some CTAs may store none. Where math warpgroups share the
+        columns, one CTA stores all.
         """
-        blocks = 1 if self.b_in_registers else self.tile_n // 16
+        blocks = self.tile_n // 16 if self.warpgroups_n == 1 else 1
         return max(n for n in range(1, self.cluster_k + 1) if blocks % n == 0)
+
+    @property
+    def slot_threads(self) -> int:
+        """Math threads that have accumulators of a tile's rows: a warp has 16 of 64."""
+        return self.math_warpgroups * 32 * min(4, self.tile_m // 16)
 
     @property
     def of_slice(self) -> GemmSpec:

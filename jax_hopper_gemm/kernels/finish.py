@@ -26,6 +26,7 @@ class NoFinish:
     """The protocol of a finish; here one CTA multiplies all k-tiles of a tile."""
 
     smem_words = 0  # int64 of shared memory for barriers
+    settled = False  # whether it adds up accumulators as the epilogue reads them, or raw sums
 
     def __init__(self, spec):
         self.spec = spec
@@ -177,6 +178,7 @@ class Slots:
 
     sums: Any  # (vector, vectors, CTA), in shared memory
     barrier: Any  # pointer to the mbarrier that the bytes of all slots complete
+    has_rows: Any  # whether the thread's warp has rows of the tile; others have no sums
 
 
 class ClusterSum(NoFinish):
@@ -185,18 +187,19 @@ class ClusterSum(NoFinish):
     A CTA that stores has a slot for each CTA of the cluster. A thread sends its sums to the same
     thread of other CTAs, in vectors of 16 bytes that lie side by side over a warp.
 
-        sums of each slice -> own slot of the CTA that stores it, by `st.async`
+        accumulators of each slice -> own slot of the CTA that stores it, by `st.async`
         all slots have their bytes: their sums, in the order of K -> epilogue
 
     So no CTA waits before it sends, and one that has sent all and stored its slice may leave.
     """
 
     smem_words = 1
+    settled = True
 
     def __init__(self, spec):
         super().__init__(spec)
-        self.threads = 32 * spec.tile_warps
-        self.vectors = spec.sum_registers // VECTOR
+        self.threads = spec.slot_threads
+        self.vectors = spec.tile_registers // VECTOR
         self.slice_vectors = self.vectors // spec.slices
         self.blocks = spec.rows_per_warpgroup // EPI_TILE_M
         self.floats = VECTOR * self.threads * self.slice_vectors  # of a slot
@@ -213,14 +216,18 @@ class ClusterSum(NoFinish):
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.spec.slot_bytes)
 
     def cta_view(self, args, cta, slots, barrier):
-        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        thread, has_rows = cute.arch.thread_idx()[0] - WARPGROUP, True
+        rows = self.threads // self.spec.math_warpgroups  # threads of a warpgroup that have rows
+        if rows < WARPGROUP:
+            has_rows = thread % WARPGROUP < rows
+            thread = thread // WARPGROUP * rows + thread % WARPGROUP
         first = slots + cute.assume(thread * VECTOR, divby=VECTOR)
         shape = VECTOR, self.slice_vectors, self.spec.cluster_k
         layout = cute.make_layout(shape, stride=(1, VECTOR * self.threads, self.floats))
-        return Slots(cute.make_tensor(first, layout), barrier)
+        return Slots(cute.make_tensor(first, layout), barrier, has_rows)
 
     def slice_registers(self, acc):
-        if self.spec.slices == 1:  # the sums may be others, which the consumer turns into `acc`
+        if self.spec.slices == 1:
             return acc
         of_block = self.slice_vectors // self.blocks
         return cute.make_rmem_tensor(((2, 2, of_block), self.blocks, 1), Float32)
@@ -238,16 +245,17 @@ class ClusterSum(NoFinish):
 
     @cute.jit
     def combine(self, view, acc, stored, coords):
-        self.send(view, _vectors(acc, self.vectors), coords.part)
+        if view.has_rows:
+            self.send(view, _vectors(acc, self.vectors), coords.part)
         stores = self.stores(coords)
         if stores:
             cute.arch.mbarrier_wait(view.barrier, 0)
-            of_slice = acc if cutlass.const_expr(self.spec.slices == 1) else stored
-            self.add(view, _vectors(of_slice, self.slice_vectors))
+            if view.has_rows:
+                self.add(view, _vectors(stored, self.slice_vectors))
         return stores
 
     def send(self, view, sums, rank):
-        """Sends a thread's sums of each slice to the CTA that stores it."""
+        """Sends a thread's accumulators of each slice to the CTA that stores it."""
         slices, of_block = self.spec.slices, self.slice_vectors // self.blocks
         slot = view.sums[None, None, rank].iterator.toint()
         slots = [_in_cta(slot, cta) for cta in range(slices)]

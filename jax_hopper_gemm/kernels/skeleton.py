@@ -221,8 +221,13 @@ class GemmKernel:
                 scalars = self.epilogue.load_scalars(results, coords)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
-                if self.finish.combine(exchange, self.consumer.sums(view), stored, coords):
+                sums = self.consumer.sums(view)
+                if cutlass.const_expr(self.finish.settled):
                     self.consumer.settle(view)
+                    sums = view.acc
+                if self.finish.combine(exchange, sums, stored, coords):
+                    if cutlass.const_expr(not self.finish.settled):
+                        self.consumer.settle(view)
                     written = self.epilogue.store_tile(
                         results, scalars, is_store_warp, written, self.finish.slice_coords(coords)
                     )

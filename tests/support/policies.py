@@ -177,21 +177,25 @@ def along_n(spec: GemmSpec) -> GemmSpec | None:
 
 @cache
 def eight_bit_variants() -> tuple[GemmSpec, ...]:
-    """Returns some of `eight_bit_specs` and `block_specs`: split K, nested batches, short boxes."""
+    """Returns some of `eight_bit_specs` and `block_specs`: K shared, nested batches, short boxes."""
     dense = [s for s in (*eight_bit_specs(), *block_specs()[::4]) if not s.grouped]
-    return _variants(dense[::4], _of_one_plane(dense)[1::8], dense[::2])
+    return _variants(dense[::4], _of_one_plane(dense)[1::8], dense[::2], dense)
 
 
 def _variants(
-    split: Iterable[GemmSpec], nested: Iterable[GemmSpec], short: Iterable[GemmSpec]
+    split: Iterable[GemmSpec],
+    nested: Iterable[GemmSpec],
+    short: Iterable[GemmSpec],
+    along_k: Iterable[GemmSpec],
 ) -> tuple[GemmSpec, ...]:
-    """Returns legal ones of kernels with K split, with a nested batch, with short boxes."""
+    """Returns legal ones of kernels with K split, with a nested batch, with short boxes, and with K
+    shared within a cluster."""
     found = (
         *(replace(s, tile_scheduler="static", split_k=True) for s in split),
         *(replace(s, nested=True) for s in nested),
         *(replace(s, short_boxes=True, evict_first="b") for s in short),
     )
-    return _legal(found)
+    return (*_legal(found), *_along_k(along_k))
 
 
 def _of_one_plane(specs: Iterable[GemmSpec]) -> list[GemmSpec]:
@@ -215,7 +219,7 @@ def converted_variants() -> tuple[GemmSpec, ...]:
     """Returns some of `converted_specs`: K shared, nested batches, short boxes."""
     dense = [s for s in converted_specs() if not s.grouped]
     nested = (s for s in _of_one_plane(dense)[1::4] if s.tile_m >= 64)
-    return (*_variants(dense[::2], nested, dense), *_along_k(dense[1::2]))
+    return _variants(dense[::2], nested, dense, dense[1::2])
 
 
 @cache
