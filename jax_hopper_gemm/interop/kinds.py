@@ -86,18 +86,14 @@ def _is_elementwise(equation: Any) -> bool:
     closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
     moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
-        all(x.aval.shape in ((), shape) for x in equation.invars)
-        and _is_elementwise_alone(closed)
+        _is_open(closed)
+        and all(x.aval.shape in ((), shape) for x in equation.invars)
+        and all(  # what may become part of a region, or is of scalars
+            kind_of(e) in ("elementwise", "layout")
+            or (e.primitive.name == "convert_element_type" and not e.invars[0].aval.ndim)
+            for e in closed.jaxpr.eqns
+        )
         and not any(x.aval.ndim for e in moved for x in e.invars)
-    )
-
-
-def _is_elementwise_alone(closed: Any) -> bool:
-    """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
-    return _is_open(closed) and all(
-        kind_of(equation) in ("elementwise", "layout")
-        or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
-        for equation in closed.jaxpr.eqns
     )
 
 
