@@ -223,11 +223,7 @@ def _shardings(x: jax.Array) -> Any:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rule that chooses and weighs experts; plain data, so that equal rules share a trace.
-
-    Attributes:
-      experts_per_token, score, normalize: as in `route`.
-    """
+    """The rule that chooses and weighs experts; plain data, so that equal rules share a trace."""
 
     experts_per_token: int
     score: Score

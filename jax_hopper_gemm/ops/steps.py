@@ -92,20 +92,15 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale.
-
-    Attributes:
-      scaled: whether the last operand is the scale.
-      factors: how many of the first ones are factors: of gate, of up, and a third of both.
-    """
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale."""
 
     op: ClassVar[str] = "gated_linear_unit"
     named: ClassVar[tuple[str, ...]] = ()
     permutation: ClassVar[None] = None
 
     activation: Activation | None = None
-    scaled: bool = False
-    factors: int = 0
+    scaled: bool = False  # whether the last operand is the scale
+    factors: int = 0  # how many of the first ones are factors: of gate, of up, and a third of both
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
         for i, factor in enumerate(operands[: self.factors]):
