@@ -180,7 +180,11 @@ def check_ragged_dot_general(
             misshapen += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
         if terms and role == "contracted":
             shape = np.shape(sizes)[-1], *axes.of_result(np.shape(lhs), np.shape(rhs))
-            problems += _sum_problems(lhs, rhs, shape, terms, preferred)
+            problems += factor_problems(terms, "product")
+            problems += kind_problems(lhs, rhs, terms, preferred)
+            c = terms.get("c")
+            if c is not None and (np.ndim(c) != len(shape) or any(map(differ, np.shape(c), shape))):
+                problems.append(f"c is {describe(c)}, expected the result's shape {shape}")
     if terms and role != "contracted":
         problems.append(_no_sum(terms, role == "batch"))
     problems += implementation_problems(implementation)
@@ -218,18 +222,6 @@ def _sizes_problems(sizes: Any, lhs: Any, lead: tuple[int, ...]) -> list[str]:
         return []
     ways = f"(G,) or ({', '.join([*map(str, outer), 'G'])})" if outer else "(G,)"
     return [f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"]
-
-
-def _sum_problems(
-    lhs: Any, rhs: Any, shape: tuple[Any, ...], terms: Mapping[str, Any], preferred: Any
-) -> list[str]:
-    """Returns the problems of alpha, beta and c with a contraction's result of this shape."""
-    problems = factor_problems(terms, "product") + kind_problems(lhs, rhs, terms, preferred)
-    if (c := terms.get("c")) is None:
-        return problems
-    if np.ndim(c) != len(shape) or any(map(differ, np.shape(c), shape)):
-        problems.append(f"c is {describe(c)}, expected the result's shape {shape}")
-    return problems
 
 
 def _no_sum(terms: Mapping[str, Any], batch: bool) -> str:
