@@ -22,7 +22,6 @@ class Dependences:
     """The dependences of a program's variables on its products.
 
     Args:
-      program: the equations and results of a jaxpr.
       alone: numbers of products that stay without a region.
     """
 

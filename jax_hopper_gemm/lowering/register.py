@@ -36,13 +36,7 @@ class Lowering:
 def register_lowering(
     primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
 ) -> None:
-    """Registers one rule for all platforms.
-
-    Args:
-      primitive: its parameter `product`, if it has one, is a `gemm.product.Product`.
-      reference: the JAX function of the operands and parameters that it stands for.
-      lowering: the rules where it is something else.
-    """
+    """Registers one rule for all platforms; the arguments are those of `define_primitive`."""
     to_xla = lower_fun_once(reference)
     if (for_cuda := lowering.cuda) is None:
         mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)

@@ -337,7 +337,6 @@ def _run(
     """Returns a product by a recipe, of quantized arrays or of others, and what follows it.
 
     Args:
-      product: JAX's own.
       steps: what follows; its operands are those `terms` that it names, then `epilogue_operands`.
       options: as the user gave them.
     """

@@ -177,7 +177,6 @@ def sharding_of_product(
     """Returns the sharding of a product, which keeps that of its operands' rows and columns.
 
     Args:
-      op: the function that the user called, for messages.
       lhs, rhs: the mesh axes, or None, of each axis of the operands.
       rows: indices of rows of the left operand, or None.
 
