@@ -55,11 +55,9 @@ class Stored:
                 number = makers.get(x)
                 if number is None or kinds[number] == "product":
                     continue
-                if x is not variable:
-                    if x in seen:
-                        continue
-                    if x in self.variables and not (region and inside(x, region.bits)):
-                        continue
+                stored = x in self.variables and not (region and inside(x, region.bits))
+                if x is not variable and (x in seen or stored):
+                    continue
                 seen.add(x)
                 inputs = self._inputs[number]
                 yield number, inputs

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.core import eval_jaxpr
 
 from ..gemm.product import Options
 from . import checks
@@ -261,5 +261,4 @@ def program(
 
 def evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
     """Evaluates a program on its inputs, followed by its constants."""
-    function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
-    return tuple(function(*args[:num_inputs]))
+    return tuple(eval_jaxpr(closed.jaxpr, args[num_inputs:], *args[:num_inputs]))

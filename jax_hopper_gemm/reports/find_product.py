@@ -183,8 +183,7 @@ class JaxprValues:
         source = _value(program, equation.invars[0])
         if primitive is hopper_widen_p:
             dtype = "int4" if params["packed"] else equation.invars[0].aval.dtype.name
-            widened = Widened(dtype, params["axis"], params["group"])
-            return Step("widen", source, widened=widened)
+            return Step("widen", source, widened=Widened(dtype, params["axis"], params["group"]))
         if primitive is lax.convert_element_type_p:
             narrow, wide = (x.aval.dtype.name for x in (equation.invars[0], equation.outvars[0]))
             widened = Widened(narrow)
