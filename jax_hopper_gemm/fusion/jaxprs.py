@@ -139,13 +139,10 @@ def pruned(
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
-    same = len(jaxpr.eqns) == len(closed.jaxpr.eqns) and all(
-        map(operator.is_, jaxpr.eqns, closed.jaxpr.eqns)
-    )
-    if same and all(outputs) and all(used):
-        return closed, used
-    closed = core.ClosedJaxpr(jaxpr, closed.consts)  # pyright: ignore[reportPrivateImportUsage]
-    return closed, used
+    before = closed.jaxpr.eqns
+    same = len(jaxpr.eqns) == len(before) and all(map(operator.is_, jaxpr.eqns, before))
+    whole = same and all(outputs) and all(used)
+    return closed if whole else closed.replace(jaxpr=jaxpr), used
 
 
 def mapped(
