@@ -130,8 +130,13 @@ class Dependences:
 
         As the largest number of a row, which one of the row's numbers has to equal.
         """
-        pairs = permutations(compared, 2)
-        return any(self._crosses(x, self._elementwise_ancestors(other)) for x, other in pairs)
+        steps = ("elementwise", "layout")
+
+        def made_of(result: Any) -> set[Any]:  # back to products
+            found = all_behind([result], lambda x: self.inputs(x) if self.kind(x) in steps else ())
+            return {x for x in found if self.kind(x) in (*steps, "product")}
+
+        return any(self._crosses(x, made_of(other)) for x, other in permutations(compared, 2))
 
     def _compares_made(self, number: int) -> bool:
         """Whether an equation compares numbers with what is made of them, whatever computes it.
@@ -152,12 +157,6 @@ class Dependences:
 
         pairs = permutations(set(program.inputs[number]), 2)
         return any(source in all_behind([x], equal_inputs) for x, source in pairs)
-
-    def _elementwise_ancestors(self, variable: Any) -> set[Any]:
-        """Returns the variables that one is made of elementwise, back to products, and itself."""
-        steps = ("elementwise", "layout")
-        found = all_behind([variable], lambda x: self.inputs(x) if self.kind(x) in steps else ())
-        return {x for x in found if self.kind(x) in (*steps, "product")}
 
     def _crosses(self, variable: Any, numbers: set[Any]) -> bool:
         """Whether a variable depends on one of these, not elementwise alone, and by no product."""
