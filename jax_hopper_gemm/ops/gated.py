@@ -77,10 +77,9 @@ def gated_linear_unit(
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; if None the promoted dtype of `x` and `weights`,
         float32 where both are `Quantized`.
-      cotangent_dtype, out_sharding, implementation: as in `matmul`.
+      cotangent_dtype, out_sharding, implementation, batch_invariant: as in `matmul`.
       recipe: as in `matmul`. With block scales the products are two kernels, and the first one's
         result is stored, in 16 bits for operands of 16 bits.
-      batch_invariant: as in `matmul`.
 
     Returns:
       (..., N).
