@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -21,10 +21,7 @@ from jax.interpreters import partial_eval as pe
 
 from .memo import memoised, structure
 
-if TYPE_CHECKING:  # JAX 0.12 does not type it
-    ClosedJaxpr: TypeAlias = Any
-else:
-    ClosedJaxpr = core.ClosedJaxpr
+ClosedJaxpr: TypeAlias = Any  # that of `jax.extend.core`, which JAX 0.12 does not type
 
 # Calls that mean no more than their jaxpr, and the parameter that holds it.
 INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr"}  # JAX 0.12 has the former alone

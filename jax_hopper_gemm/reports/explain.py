@@ -30,10 +30,7 @@ FUNCTIONS = (
 
 
 class Open(Protocol):
-    """The type of functions that take any keyword as far as a type checker knows, as jitted ones.
-
-    No product does.
-    """
+    """The type of functions that to a type checker take any keyword, as jitted ones; no product."""
 
     def __call__(self, *args: Any, no_product_has_this: Any, **kwargs: Any) -> Any: ...
 
