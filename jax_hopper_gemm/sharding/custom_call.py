@@ -258,17 +258,14 @@ def _register_target() -> bool:
         # JAX has no public way to register with the plugin of a GPU.
         from jax._src.xla_bridge import register_plugin_callbacks
 
-        enter = xla_client.register_custom_call_partitioner
+        enter: Any = partial(
+            xla_client.register_custom_call_partitioner, name=TARGET, partition=_partition,
+            prop_user_sharding=_propagate, infer_sharding_from_operands=_propagate,
+        )  # fmt: skip
     except (ImportError, AttributeError):
         return False
-    params: Any = {
-        "name": TARGET,
-        "prop_user_sharding": _propagate,
-        "partition": _partition,
-        "infer_sharding_from_operands": _propagate,
-    }
-    enter(**params)
-    register_plugin_callbacks(partial(enter, **params))
+    enter()
+    register_plugin_callbacks(enter)
     return True
 
 
