@@ -64,11 +64,12 @@ def read_kernel(cubin: bytes) -> KernelCode:
         of_kernel = list(_attributes(sections[f".nv.info.{entry}"].content))
         of_module = list(_attributes(sections[".nv.info"].content))
         shared = sections.get(f".nv.shared.{entry}")
+        (flags,) = struct.unpack_from("<I", cubin, 48)
         api_version = struct.unpack("<I", _only(of_kernel, _CUDA_API_VERSION))[0]
         threads_x, threads_y, threads_z = struct.unpack("<3I", _only(of_kernel, _REQNTID))
         return KernelCode(
             entry=entry,
-            sm=_compute_capability(cubin),
+            sm=(flags if cubin[8] < 8 else flags >> 8) & 0xFF,  # the place depends on the ABI
             toolkit=divmod(api_version, 10),
             parameters=_parameters([data for code, data in of_kernel if code == _KPARAM_INFO]),
             threads=threads_x * threads_y * threads_z,
@@ -91,13 +92,6 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
         name = cubin[names_offset + name_offset : cubin.index(b"\0", names_offset + name_offset)]
         content = b"" if kind == _SHT_NOBITS else cubin[offset : offset + size]
         yield _Section(name.decode(), content, size, info)
-
-
-def _compute_capability(cubin: bytes) -> int:
-    """Returns the architecture from the ELF flags; where they hold it depends on the ABI."""
-    (flags,) = struct.unpack_from("<I", cubin, 48)
-    abi_version = cubin[8]
-    return flags & 0xFF if abi_version < 8 else flags >> 8 & 0xFF
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:

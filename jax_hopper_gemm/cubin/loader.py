@@ -32,11 +32,7 @@ class LoadedKernel:
 
 
 def load(digest: str, spec_json: str) -> LoadedKernel:
-    """Returns the kernel that a lowered program names, loaded once a process.
-
-    Args:
-      digest: `digest_of` the spec.
-      spec_json: `GemmSpec.to_json()`.
+    """Returns the kernel that a lowered program names, as in `resolve`, loaded once a process.
 
     Raises:
       CubinError: it cannot be found, compiled or loaded.

@@ -260,7 +260,8 @@ class _Cut:
         elif isinstance(made, Reduction):
             self._take_reduction(atom, made)
         elif isinstance(made, TopK):
-            self._take_top_k(atom, made)
+            result = Result(made.kind, made.value, k=made.k)
+            self._arrange(atom, result, self._request(result), made.axes)
         elif isinstance(made, Stack) and tracker.may_store(atom):
             self._take_stack(atom, made)
         elif tracked and tracker.is_matrix(tracked.value) and self._is_stored(atom, tracked.value):
@@ -342,11 +343,6 @@ class _Cut:
             return [lax.select(lax.is_finite(largest), total * shifted, shifted)]
 
         self._make(variable, (sum_exp.center,), compute)
-
-    def _take_top_k(self, variable: Variable, top_k: TopK) -> None:
-        result = Result(top_k.kind, top_k.value, k=top_k.k)
-        labels = self._request(result)
-        self._arrange(variable, result, labels, top_k.axes)
 
     # For `explain`.
 

@@ -7,7 +7,7 @@ same jaxpr give equal graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,41 +87,23 @@ class Builder:
 
         Operands are in the order of the function's.
         """
-        used = sorted(self._used(result.value for result in results))
-        leaves = [v for v in used if self._is_operand(v)]
-        leaves.sort(key=lambda v: (self._leaf(v).index, self._leaf(v).labels, v))
-        nodes = [v for v in used if isinstance(self._entries[v], Node)]
-        order = [*range(self.num_accumulators), *leaves, *nodes]
-        number = {value: i for i, value in enumerate(order)}
-
-        def renumbered(value: int) -> Node:
-            node = self._entries[value]
-            assert isinstance(node, Node)
-            return replace(node, args=tuple(number[a] for a in node.args))
-
-        operands = tuple(self._leaf(value) for value in leaves)
-        graph = EpilogueGraph(
-            self.num_accumulators,
-            tuple(leaf.operand for leaf in operands if leaf.operand),
-            tuple(map(renumbered, nodes)),
-            tuple(replace(r, value=number[r.value]) for r in results),
-        )
-        return graph, operands
-
-    def _leaf(self, value: int) -> Leaf:
-        leaf = self._entries[value]
-        assert isinstance(leaf, Leaf)
-        return leaf
-
-    def _is_operand(self, value: int) -> bool:
-        return isinstance(self._entries[value], Leaf) and value >= self.num_accumulators
-
-    def _used(self, values: Iterable[int]) -> set[int]:
-        used = set(values)
+        used = {result.value for result in results}
         for value, entry in reversed([*enumerate(self._entries)]):  # they read earlier ones alone
             if value in used and isinstance(entry, Node):
                 used.update(entry.args)
-        return used
+        entries = [(value, self._entries[value]) for value in sorted(used)]
+        leaves = [(v, x) for v, x in entries if isinstance(x, Leaf) and x.operand]
+        leaves.sort(key=lambda pair: (pair[1].index, pair[1].labels, pair[0]))
+        nodes = [(v, x) for v, x in entries if isinstance(x, Node)]
+        order = [*range(self.num_accumulators), *(v for v, _ in (*leaves, *nodes))]
+        number = {value: i for i, value in enumerate(order)}
+        graph = EpilogueGraph(
+            self.num_accumulators,
+            tuple(leaf.operand for _, leaf in leaves if leaf.operand),
+            tuple(replace(x, args=tuple(number[a] for a in x.args)) for _, x in nodes),
+            tuple(replace(r, value=number[r.value]) for r in results),
+        )
+        return graph, tuple(leaf for _, leaf in leaves)
 
     def _node(self, node: Node) -> int:
         assert node.op in ("true", "false") or len(node.args) == ARITY[node.op], node

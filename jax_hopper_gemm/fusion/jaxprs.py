@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -21,10 +21,7 @@ from jax.interpreters import partial_eval as pe
 
 from .memo import memoised, structure
 
-if TYPE_CHECKING:  # JAX 0.12 does not type it
-    ClosedJaxpr: TypeAlias = Any
-else:
-    ClosedJaxpr = core.ClosedJaxpr
+ClosedJaxpr: TypeAlias = Any  # that of `jax.extend.core`, which JAX 0.12 does not type
 
 # Calls that mean no more than their jaxpr, and the parameter that holds it.
 INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr"}  # JAX 0.12 has the former alone
@@ -139,13 +136,10 @@ def pruned(
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
-    same = len(jaxpr.eqns) == len(closed.jaxpr.eqns) and all(
-        map(operator.is_, jaxpr.eqns, closed.jaxpr.eqns)
-    )
-    if same and all(outputs) and all(used):
-        return closed, used
-    closed = core.ClosedJaxpr(jaxpr, closed.consts)  # pyright: ignore[reportPrivateImportUsage]
-    return closed, used
+    before = closed.jaxpr.eqns
+    same = len(jaxpr.eqns) == len(before) and all(map(operator.is_, jaxpr.eqns, before))
+    whole = same and all(outputs) and all(used)
+    return closed if whole else closed.replace(jaxpr=jaxpr), used
 
 
 def mapped(

@@ -145,10 +145,7 @@ def _jumps(equation: Any) -> bool:
 
 
 def tests_for_infinity(equation: Any) -> bool:
-    if equation.primitive.name in COMPARISONS:
-        return any(map(_is_infinite, equation.invars))
-    return equation.primitive.name == "is_finite"
-
-
-def _is_infinite(atom: Any) -> bool:
-    return isinstance(atom, Literal) and bool(np.all(np.isinf(np.asarray(atom.val, complex))))
+    if equation.primitive.name not in COMPARISONS:
+        return equation.primitive.name == "is_finite"
+    numbers = (np.asarray(x.val, complex) for x in equation.invars if isinstance(x, Literal))
+    return any(np.all(np.isinf(x)) for x in numbers)

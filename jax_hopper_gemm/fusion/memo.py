@@ -29,13 +29,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.token = object()  # for others' keys, which must not keep the memories
-        self._memories: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-    def memory_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function, which remembers."""
-        if function not in self._memories:
-            self._memories.setdefault(function, lru_cache(maxsize=ENTRIES)(function))
-        return self._memories[function]
+        self.memories: dict[Callable[..., Any], Callable[..., Any]] = {}  # by function
 
 
 @linear_util.cache
@@ -66,8 +60,10 @@ def memoised(function: Function) -> Function:
         for x in args:
             if getattr(x, "consts", ()):
                 return function(*args)
-        remembered = _context(_KEY).memory_of(function)
-        return remembered(*[tuple(x) if isinstance(x, list) else x for x in args])
+        memories = _context(_KEY).memories
+        if function not in memories:
+            memories.setdefault(function, lru_cache(maxsize=ENTRIES)(function))
+        return memories[function](*[tuple(x) if isinstance(x, list) else x for x in args])
 
     return cast(Function, call)
 

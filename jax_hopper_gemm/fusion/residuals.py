@@ -80,8 +80,7 @@ def tangent(
     dtypes = cut.dtypes(values)
     if recompute and dtypes:
         dtypes = [max(dtypes, key=_size)] * len(dtypes)
-    before, after = cut.before(values), cut.after(values)
-    used = cut.used(values)
+    before, (after, used) = cut.before(values), cut.after(values)
     residuals = [x.aval.update(dtype=dtype) for x, dtype in zip(values, dtypes, strict=True)]
 
     def residuals_of(*args: Any) -> list[Any]:
@@ -146,7 +145,8 @@ class _Cut:
     def accumulators(self) -> list[Any]:
         """Returns the accumulators that the derivative needs."""
         first = slice(self._count)
-        return [x for x, use in zip(self.inputs[first], self.used(())[first], strict=True) if use]
+        used = self.after(())[1][first]
+        return [x for x, use in zip(self.inputs[first], used, strict=True) if use]
 
     def least(self) -> list[Any]:
         """Returns the fewest bytes of values, linear in accumulators, that stand for these.
@@ -212,7 +212,7 @@ class _Cut:
 
     def _cost(self, values: Sequence[Any]) -> tuple[int, int]:
         """Returns bytes for an element of residuals and operands, and the number of other ones."""
-        used, shape = self.used(values), values[0].aval.shape
+        (_, used), shape = self.after(values), values[0].aval.shape
         operands = [x.aval for x, use in zip(self.inputs, used, strict=True) if use]
         full = [aval.dtype for aval in operands if aval.shape == shape]
         return sum(x.itemsize for x in (*full, *self.dtypes(values))), len(operands) - len(full)
@@ -226,8 +226,8 @@ class _Cut:
             x: dtype for x, dtype in zip(values, kept, strict=True)
             if dtype != x.aval.dtype and is_inexact(x.aval)
         }  # fmt: skip
-        after = self.after(values).jaxpr.eqns
-        exact = read_across_a_jump(after, rounded, tangents=self._linear)
+        after, _ = self.after(values)
+        exact = read_across_a_jump(after.jaxpr.eqns, rounded, tangents=self._linear)
         exact |= self._scaled() if self._dtype == np.float16 else set()
         return [
             x.aval.dtype if x in exact else dtype for x, dtype in zip(values, kept, strict=True)
@@ -250,24 +250,19 @@ class _Cut:
         part = self._part(self.inputs, values, self._equations)
         return pruned(part, [True] * len(values), [True] * len(self.inputs))[0]
 
-    def after(self, values: Sequence[Any]) -> ClosedJaxpr:
-        """Returns the derivative as a function of values, operands that it needs, and tangents."""
-        part, rest = self._after(values)
-        kept = [True] * len(values) + [False] * rest + [True] * len(self._tangents)
-        return pruned(part, [True] * len(part.out_avals), kept)[0]
+    def after(self, values: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
+        """Returns the derivative as a function of values, operands that it needs, and tangents.
 
-    def used(self, values: Sequence[Any]) -> list[bool]:
-        """Returns which of the epilogue's inputs the derivative needs besides values."""
-        part, rest = self._after(values)
-        _, used = pruned(part, [True] * len(part.out_avals))
-        needed = iter(used[len(values) : len(values) + rest])
-        return [x not in values and next(needed) for x in self.inputs]
-
-    def _after(self, values: Sequence[Any]) -> tuple[ClosedJaxpr, int]:
+        And which of the epilogue's inputs these operands are.
+        """
         others = [x for x in self.inputs if x not in values]
         equations = [e for e in self._equations if not any(x in values for x in e.outvars)]
         inputs = [*values, *others, *self._tangents]
-        return self._part(inputs, self._closed.jaxpr.outvars, equations), len(others)
+        part = self._part(inputs, self._closed.jaxpr.outvars, equations)
+        kept = [True] * len(values) + [False] * len(others) + [True] * len(self._tangents)
+        after, used = pruned(part, [True] * len(part.out_avals), kept)
+        needed = iter(used[len(values) :])
+        return after, [x not in values and next(needed) for x in self.inputs]
 
     def _part(self, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any) -> ClosedJaxpr:
         jaxpr = self._closed.jaxpr

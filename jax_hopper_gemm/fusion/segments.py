@@ -15,14 +15,13 @@ import numpy as np
 from .axes import REDUCTIONS, is_layout
 from .flatten import Atom, Constant, Equation, Program, Variable
 
-# Operations that keep zeros: of one input, of any of several, of the first, of all.
-_UNARY = {
-    "abs", "as_float16", "ceil", "convert_element_type", "copy", "erf", "expm1", "floor", "log1p",
-    "neg", "pvary", "reduce_precision", "round", "sign", "sin", "sqrt", "square", "stop_gradient",
-    "tanh",
+# Operations that keep zeros: of the first input, of any of several, of all.
+_FIRST = {
+    "abs", "as_float16", "ceil", "convert_element_type", "copy", "div", "erf", "expm1", "floor",
+    "log1p", "neg", "pvary", "reduce_precision", "round", "sign", "sin", "sqrt", "square",
+    "stop_gradient", "tanh",
 }  # fmt: skip
 _ANY = {"and", "mul"}
-_FIRST = {"div"}
 _ALL = {"add", "add_any", "concatenate", "max", "min", "optimization_barrier", "stack", "sub"}
 
 
@@ -85,14 +84,10 @@ class GroupedProgram:
         name, zero = equation.name, [self.vanishes(x) for x in equation.inputs]
         if self.is_segment_mask(equation) or self.is_segment_broadcast(equation):
             return True
-        if name in _UNARY or (is_layout(equation) and name not in REDUCTIONS):
+        if name in _FIRST or (is_layout(equation) and name not in REDUCTIONS):
             return zero[0]
         if name == "integer_pow":
             return zero[0] and int(equation.params["y"]) > 0
         if name == "select_n":
             return all(zero[1:])
-        return (
-            (name in _ANY and any(zero))
-            or (name in _FIRST and zero[0])
-            or (name in _ALL and all(zero))
-        )
+        return (name in _ANY and any(zero)) or (name in _ALL and all(zero))

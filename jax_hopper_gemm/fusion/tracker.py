@@ -173,7 +173,7 @@ class Tracker:
         """
         if not op_table.covered(equation.name) or len(equation.outputs) != 1:
             raise Uncovered(equation.name)
-        shape = equation.outputs[0].shape
+        place, shape = self.place, equation.outputs[0].shape
         axes: list[str | None] = [None] * len(shape)
         for atom in equation.inputs:
             if atom.shape and self.depends(atom):
@@ -185,17 +185,13 @@ class Tracker:
             if atom.shape and not self.depends(atom):
                 for d, varies in enumerate(self._free.varies(atom)):
                     if varies and axes[d] is None:
-                        axes[d] = self._letter_at(d, equation)
+                        if len(shape) != len(place.out) or shape[d] != place.extents[place.out[d]]:
+                            raise Uncovered(equation.name)
+                        axes[d] = place.out[d]
         letters = [axis for axis in axes if axis]
         if len(set(letters)) < len(letters):
             raise Uncovered(equation.name)
         return tuple(axes)
-
-    def _letter_at(self, dimension: int, equation: Equation) -> str:
-        place, shape = self.place, equation.outputs[0].shape
-        if len(shape) == len(place.out) and shape[dimension] == place.extents[place.out[dimension]]:
-            return place.out[dimension]
-        raise Uncovered(equation.name)
 
     # Operations that are results of the kernel.
 

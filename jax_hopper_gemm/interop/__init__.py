@@ -1,6 +1,4 @@
 """Interoperability: `accelerate` and the interception of `lax.ragged_dot`."""
 
-from __future__ import annotations
-
 from .accelerate import accelerate as accelerate
 from .accelerate import intercept_ragged_dot as intercept_ragged_dot

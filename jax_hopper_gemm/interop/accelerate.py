@@ -136,11 +136,10 @@ def intercept_ragged_dot(*, implementation: Implementation = None) -> Iterator[N
       implementation: as in `ragged_dot`.
     """
     theirs = lax.ragged_dot, lax.ragged_dot_general
-    ours = (
-        wraps(ragged_dot)(partial(ragged_dot, implementation=implementation)),
-        wraps(ragged_dot_general)(partial(ragged_dot_general, implementation=implementation)),
+    ours: Any = (ragged_dot, ragged_dot_general)
+    lax.ragged_dot, lax.ragged_dot_general = (
+        wraps(function)(partial(function, implementation=implementation)) for function in ours
     )
-    lax.ragged_dot, lax.ragged_dot_general = ours
     try:
         yield
     finally:

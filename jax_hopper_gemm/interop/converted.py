@@ -34,9 +34,14 @@ def with_converted_operands(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=new)
 
 
+def is_jaxs(equation: Any) -> bool:
+    """Whether an equation is a product of JAX, grouped or not."""
+    return equation.primitive is lax.dot_general_p or equation.primitive.name == RAGGED
+
+
 def _multiplied(equation: Any) -> str | None:
     """Returns the 16-bit dtype to which a product converts operands; None where it need not."""
-    if equation.primitive is not lax.dot_general_p and equation.primitive.name != RAGGED:
+    if not is_jaxs(equation):
         return None
     lhs, rhs = (name_of(x.aval.dtype) for x in equation.invars[:2])
     if converts(lhs, rhs):

@@ -22,7 +22,6 @@ class Dependences:
     """The dependences of a program's variables on its products.
 
     Args:
-      program: the equations and results of a jaxpr.
       alone: numbers of products that stay without a region.
     """
 
@@ -96,17 +95,9 @@ class Dependences:
         """Whether a matrix is read more than once, and less to read than what it is made of."""
         if self.program.uses[variable] <= 1:
             return False
-        return nbytes(variable) < sum(map(nbytes, self._sources(made_of)))
-
-    def _sources(self, made_of: Iterable[Any]) -> set[Any]:
-        """Returns what matrices without products are made of in the end."""
-        pending, seen = [*made_of], set[Any]()
-        while pending:
-            x = pending.pop()
-            if x not in seen:
-                seen.add(x)
-                pending += self.inputs(x) if x in self._without_products else ()
-        return seen - self._without_products
+        within = self._without_products
+        sources = all_behind(made_of, lambda x: self.inputs(x) if x in within else ()) - within
+        return nbytes(variable) < sum(map(nbytes, sources))
 
     def _find_read(self) -> None:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
@@ -139,8 +130,13 @@ class Dependences:
 
         As the largest number of a row, which one of the row's numbers has to equal.
         """
-        pairs = permutations(compared, 2)
-        return any(self._crosses(x, self._elementwise_ancestors(other)) for x, other in pairs)
+        steps = ("elementwise", "layout")
+
+        def made_of(result: Any) -> set[Any]:  # back to products
+            found = all_behind([result], lambda x: self.inputs(x) if self.kind(x) in steps else ())
+            return {x for x in found if self.kind(x) in (*steps, "product")}
+
+        return any(self._crosses(x, made_of(other)) for x, other in permutations(compared, 2))
 
     def _compares_made(self, number: int) -> bool:
         """Whether an equation compares numbers with what is made of them, whatever computes it.
@@ -148,51 +144,33 @@ class Dependences:
         As max(x, y), which derivatives of JAX before 0.12 compare with x and y. XLA compares what
         is stored: computed anew, with other roundings between, what was equal is not.
         """
-        name = self.program.equations[number].primitive.name
+        program, name = self.program, self.program.equations[number].primitive.name
         if name not in COMPARISONS:
             return False
-        for x, source in permutations(set(self.program.inputs[number]), 2):
-            pending, seen = [x], set[Any]()
-            while pending:
-                x = pending.pop()
-                maker = self.program.makers.get(x)
-                if maker is not None and x not in seen and self._makes_equal(maker, name):
-                    pending += self.program.inputs[maker]
-                seen.add(x)
-            if source in seen:
-                return True
-        return False
 
-    def _makes_equal(self, number: int, comparison: str) -> bool:
-        """Whether equal numbers matter to a comparison of an equation's result with its inputs."""
-        chooses = self.program.equations[number].primitive.name in _CHOOSING
-        return self.program.kinds[number] == "elementwise" and (chooses or comparison in _EXACT)
+        def equal_inputs(x: Any) -> Sequence[Any]:
+            maker = program.makers.get(x)
+            if maker is None or program.kinds[maker] != "elementwise":
+                return ()
+            chooses = program.equations[maker].primitive.name in _CHOOSING
+            return program.inputs[maker] if chooses or name in _EXACT else ()
 
-    def _elementwise_ancestors(self, variable: Any) -> set[Any]:
-        """Returns the variables that one is made of elementwise, back to products, and itself."""
-        pending, found = [variable], set[Any]()
-        while pending:
-            x = pending.pop()
-            if x not in found and (kind := self.kind(x)) in ("elementwise", "layout", "product"):
-                found.add(x)
-                pending += self.inputs(x) if kind != "product" else ()
-        return found
+        pairs = permutations(set(program.inputs[number]), 2)
+        return any(source in all_behind([x], equal_inputs) for x, source in pairs)
 
     def _crosses(self, variable: Any, numbers: set[Any]) -> bool:
         """Whether a variable depends on one of these, not elementwise alone, and by no product."""
-        pending, seen = [(variable, False)] if numbers else [], set[tuple[Any, bool]]()
-        while pending:
-            x, crossed = pending.pop()
-            if (x, crossed) in seen:
-                continue
-            seen.add((x, crossed))
-            if crossed and x in numbers:
-                return True
+
+        def inputs(place: tuple[Any, bool]) -> list[tuple[Any, bool]]:
+            x, crossed = place
             number = self.program.makers.get(x)
-            if number is not None and (kind := self.kinds[number]) != "product":
-                crossed = crossed or kind not in ("elementwise", "layout")
-                pending += ((each, crossed) for each in self.program.inputs[number])
-        return False
+            if number is None or (kind := self.kinds[number]) == "product":
+                return []
+            crossed = crossed or kind not in ("elementwise", "layout")
+            return [(each, crossed) for each in self.program.inputs[number]]
+
+        found = all_behind([(variable, False)], inputs) if numbers else ()
+        return any(crossed and x in numbers for x, crossed in found)
 
     def _sorted_by_equation(self, found: set[Any]) -> list[Any]:
         """Returns the variables that regions may compute, in the order of their equations."""
@@ -216,6 +194,17 @@ class Dependences:
     def inside(self, variable: Any, bits: int) -> bool:
         """Whether a variable is computed of these products, or of statistics of their rows."""
         return bool((self.cone.get(variable, 0) | self.statistics.get(variable, 0)) & bits)
+
+
+def all_behind(start: Iterable[Any], made_of: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    """Returns these, what `made_of` says that they are made of, and so on."""
+    pending, found = [*start], set[Any]()
+    while pending:
+        x = pending.pop()
+        if x not in found:
+            found.add(x)
+            pending += made_of(x)
+    return found
 
 
 def joined(products: dict[Any, int], read: Iterable[Any]) -> int:

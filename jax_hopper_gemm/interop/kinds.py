@@ -42,10 +42,7 @@ def kind_of(equation: Any) -> Kind:
         return "other"
     avals = [x.aval for x in (*equation.invars, *equation.outvars)]
     held = CONVERTED if name == "convert_element_type" else HELD
-    for aval in avals:
-        if getattr(aval, "dtype", None) not in held:
-            return "other"
-    if _changes_meshes(avals):
+    if any(getattr(x, "dtype", None) not in held for x in avals) or _changes_meshes(avals):
         return "other"
     if name in LAYOUTS or (name == "transpose" and moves_units_alone(equation)):
         return "layout" if len(equation.invars) == 1 else "other"
@@ -67,12 +64,9 @@ def along_of(equation: Any) -> Along | None:
 
 def _changes_meshes(avals: Sequence[Any]) -> bool:
     """Whether an equation of these arrays is more than one for each device."""
-    shardings = [x.sharding for x in avals if not x.sharding.mesh.empty]
-    if not shardings:
-        return False
-    meshes = {x.mesh for x in shardings}
-    if len(meshes) > 1:  # It leads from Auto mesh axes into Explicit ones, or back.
-        return True
+    meshes = {x.sharding.mesh for x in avals if not x.sharding.mesh.empty}
+    if len(meshes) != 1:  # More: it leads from Auto mesh axes into Explicit ones, or back.
+        return bool(meshes)
     # It adds up over devices, or leaves that open, where each would round.
     return len({(x.sharding.spec.unreduced, x.sharding.spec.reduced) for x in avals}) > 1
 
@@ -86,18 +80,14 @@ def _is_elementwise(equation: Any) -> bool:
     closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
     moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
-        all(x.aval.shape in ((), shape) for x in equation.invars)
-        and _is_elementwise_alone(closed)
+        _is_open(closed)
+        and all(x.aval.shape in ((), shape) for x in equation.invars)
+        and all(  # what may become part of a region, or is of scalars
+            kind_of(e) in ("elementwise", "layout")
+            or (e.primitive.name == "convert_element_type" and not e.invars[0].aval.ndim)
+            for e in closed.jaxpr.eqns
+        )
         and not any(x.aval.ndim for e in moved for x in e.invars)
-    )
-
-
-def _is_elementwise_alone(closed: Any) -> bool:
-    """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
-    return _is_open(closed) and all(
-        kind_of(equation) in ("elementwise", "layout")
-        or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
-        for equation in closed.jaxpr.eqns
     )
 
 

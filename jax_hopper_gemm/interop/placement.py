@@ -27,7 +27,6 @@ def in_place(region: Region, equations: Sequence[Any], first: int) -> tuple[int 
     What is made of the fewest chooses first.
 
     Args:
-      equations: of the program.
       first: the number of the region's first operand among those of its kernel.
     """
     if not region.last_read:

@@ -51,11 +51,19 @@ def without_scatters(equations: Iterable[Any]) -> list[Any]:
 
 def _faster(equation: Any) -> Callable[..., Any] | None:
     """Returns what computes a scatter faster: a product, a choice or `add_rows`; None: nothing."""
-    if any(x.aval.sharding.mesh.explicit_axes for x in equation.invars):
+    zeros, indices, updates = (x.aval for x in equation.invars)
+    if any(x.sharding.mesh.explicit_axes for x in (zeros, indices, updates)):
         return None
-    if _is_lookup(equation):
+    adds_rows = _adds_rows(equation)
+    if adds_rows and zeros.shape[0] <= MOST_ROWS and updates.size >= LEAST_SHARE * zeros.size > 0:
         return _product
-    return _choice if _is_pick(equation) else _row_sums if _puts_back(equation) else None
+    if _is_pick(equation):
+        return _choice
+    if adds_rows and indices.dtype.itemsize <= 4:
+        row = zeros.size // max(zeros.shape[0], 1)
+        if row >= LEAST_ROW and updates.size >= max(zeros.size, LEAST_MOVED):
+            return _row_sums
+    return None
 
 
 def _is_zero(equation: Any) -> bool:
@@ -95,23 +103,6 @@ def _choice(zeros: Any, indices: Any, updates: Any, *, dimension_numbers: Any, m
     )
     along = lax.broadcasted_iota(indices.dtype, shape, axis)
     return lax.select(along == indices, updates, lax.full_like(updates, 0))
-
-
-def _is_lookup(equation: Any) -> bool:
-    """Whether a scatter adds many times as many rows of 16-bit floats as there are."""
-    zeros, _, updates = (x.aval for x in equation.invars)
-    few = zeros.shape[0] <= MOST_ROWS
-    return _adds_rows(equation) and few and updates.size >= LEAST_SHARE * zeros.size > 0
-
-
-def _puts_back(equation: Any) -> bool:
-    """Whether a scatter adds rows of 16-bit floats, as many as there are or more."""
-    zeros, indices, updates = (x.aval for x in equation.invars)
-    if not _adds_rows(equation) or indices.dtype.itemsize > 4:
-        return False
-    length = zeros.shape[0]
-    row = zeros.size // max(length, 1)
-    return row >= LEAST_ROW and updates.size >= max(zeros.size, LEAST_MOVED)
 
 
 def _adds_rows(equation: Any) -> bool:

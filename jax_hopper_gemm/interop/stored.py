@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..fusion.residuals import alive_after
-from .dependences import Dependences
+from .dependences import Dependences, all_behind
 from .program import Region
 
 BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
@@ -55,11 +55,9 @@ class Stored:
                 number = makers.get(x)
                 if number is None or kinds[number] == "product":
                     continue
-                if x is not variable:
-                    if x in seen:
-                        continue
-                    if x in self.variables and not (region and inside(x, region.bits)):
-                        continue
+                stored = x in self.variables and not (region and inside(x, region.bits))
+                if x is not variable and (x in seen or stored):
+                    continue
                 seen.add(x)
                 inputs = self._inputs[number]
                 yield number, inputs
@@ -133,17 +131,14 @@ class Stored:
         """
         if self._dependences.of.get(x, 0) & region.bits:
             return False
-        pending, seen = [x], set()
-        while pending:
-            x = pending.pop()
-            kind = self._dependences.kind(x)
-            if x in seen or kind == "other" or x in self.variables:
-                continue
-            if kind not in ("elementwise", "layout"):
-                return False
-            seen.add(x)
-            pending += self._dependences.inputs(x)
-        return True
+        kind, steps = self._dependences.kind, ("elementwise", "layout")
+
+        def made_of(x: Any) -> Iterable[Any]:
+            computed = x not in self.variables and kind(x) in steps
+            return self._dependences.inputs(x) if computed else ()
+
+        found = all_behind([x], made_of) - self.variables
+        return all(kind(x) in (*steps, "other") for x in found)
 
 
 def _bytes_of(stored: Iterable[Any]) -> int:

@@ -175,15 +175,18 @@ def product_at(value: Any) -> Call | None:
     uses = len(list(value.uses)), len(list(made.uses))
     if made != operation.results[0] or uses != (0, int(made != value)):
         return None
-    if PRODUCT in operation.attributes:
-        subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
-        precision = _precision_of_launch(operation.attributes)
+    found, precision = operation.attributes, None
+    if PRODUCT in found:
+        subscripts = Subscripts.parse(found[PRODUCT].value)
+        if BF16_TERMS in found:
+            precision = DotAlgorithmPreset[PRESETS[found[BF16_TERMS].value]]
+        elif PROMOTED in found:
+            precision = Precision.HIGHEST
     elif operation.name == "stablehlo.dot_general":
         subscripts = _subscripts(operation)
         precision = _precision(operation)
     else:
         return None
-    found = operation.attributes
     limit, gathered, indexed, spans = (
         found[name].value if name in found else None for name in (MAX_SMS, GATHERED, INDEXED, SPANS)
     )
@@ -237,13 +240,6 @@ def call_between(
 def is_launch(value: Any) -> bool:
     """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
     return PRODUCT in before_barrier(value).owner.attributes
-
-
-def _precision_of_launch(attributes: Any) -> Any:
-    """Returns a precision that asks for the kernel of a launch."""
-    if BF16_TERMS in attributes:
-        return DotAlgorithmPreset[PRESETS[attributes[BF16_TERMS].value]]
-    return Precision.HIGHEST if PROMOTED in attributes else None
 
 
 def _precision(operation: Any) -> Any:

@@ -60,8 +60,12 @@ def canonical_form(
         problem = replace(problem, k_group=request.k_group)
     if request.blocks:
         problem = _with_scales(problem, request, gemm.swap_ab)
-    elif sums := _sums_of(request):
-        problem = replace(problem, **sums)
+    elif is_simt(request):
+        problem = replace(problem, simt=True)
+    elif terms := _bf16_terms(request):
+        problem = replace(problem, bf16_terms=terms)
+    elif _is_promoted(request):
+        problem = replace(problem, promoted=True)
     if request.indexed:
         problem = _in_stack(problem, request, gemm.swap_ab)
     if problem is not gemm.problem:
@@ -141,15 +145,6 @@ def _in_stack(p: GemmProblem, request: Request, swap_ab: bool) -> GemmProblem:
 
 
 # How sums are formed, as dtypes and precision ask.
-
-
-def _sums_of(request: Request) -> dict[str, Any]:
-    """Returns the problem's fields that say how products are summed; none: as tensor cores do."""
-    if is_simt(request):
-        return {"simt": True}
-    if terms := _bf16_terms(request):
-        return {"bf16_terms": terms}
-    return {"promoted": True} if _is_promoted(request) else {}
 
 
 def _precision_violation(request: Request) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -118,7 +117,7 @@ def _launch(
       in_place: as in `Call`, without those that nothing may overwrite.
     """
     epilogues = [] if outputs is not None else _epilogues(request, route)
-    written = [*chain.from_iterable(x.written for x in epilogues)] if outputs is None else outputs
+    written = [y for x in epilogues for y in x.written] if outputs is None else outputs
     aliases: dict[int, int] = {}
     first, before = 1 + len(request.rhs_shapes), 0  # of operands, of results
     for x in epilogues:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -214,8 +213,8 @@ def _group_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> li
     assert route.gemm
     request, problem = call.request, route.gemm.problem
     arranged = partial(_by_groups, request=request, problem=problem)
-    each = (Array.of(value, np.float32).changed(ctx, arranged) for value in call.scales)
-    return list(chain.from_iterable(each))
+    arrays = (Array.of(value, np.float32) for value in call.scales)
+    return [each for array in arrays for each in array.changed(ctx, arranged)]
 
 
 def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> list[jax.Array]:

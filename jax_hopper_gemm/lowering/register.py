@@ -14,7 +14,6 @@ from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced_once
 from ..gemm.groups import is_varlen_k
-from ..gemm.product import Product
 from .devices import devices_of, platforms_of
 
 Rule = Callable[..., Any]  # (ctx, *values, **params)
@@ -37,13 +36,7 @@ class Lowering:
 def register_lowering(
     primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
 ) -> None:
-    """Registers one rule for all platforms.
-
-    Args:
-      primitive: its parameter `product`, if it has one, is a `gemm.product.Product`.
-      reference: the JAX function of the operands and parameters that it stands for.
-      lowering: the rules where it is something else.
-    """
+    """Registers one rule for all platforms; the arguments are those of `define_primitive`."""
     to_xla = lower_fun_once(reference)
     if (for_cuda := lowering.cuda) is None:
         mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)
@@ -67,7 +60,9 @@ def register_lowering(
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         product = params.get("product")
         if product and product.options.recipe:
-            if not _cuts_rows(ctx, product):
+            # XLA may cut contracted rows for its devices within blocks that share a scale.
+            rows = product.groups is not None and is_varlen_k(product.subscripts)
+            if not (rows and devices_of(ctx) > 1):
                 return lower_fun_once(EXPANDED[primitive])(ctx, *values, **params)
             params["product"] = product = product.with_options(recipe=None)
         if product and product.options.implementation == "xla":
@@ -87,12 +82,6 @@ def register_lowering(
         return (to_each if "cuda" in platforms and not on_host else to_xla)(ctx, *values, **params)
 
     mlir.register_lowering(primitive, lower, cacheable=False)
-
-
-def _cuts_rows(ctx: mlir.LoweringRuleContext, product: Product) -> bool:
-    """Whether XLA may cut contracted rows for its devices within blocks that share a scale."""
-    contracted = product.groups is not None and is_varlen_k(product.subscripts)
-    return contracted and devices_of(ctx) > 1
 
 
 def lower_fun_once(function: Callable[..., Any]) -> Any:

@@ -104,8 +104,7 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
 def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
     """Returns the function that chooses a product's kernel, and the tables that it reads."""
     invariant = request.options.batch_invariant
-    whole = device.limited_to(request.options.max_sms)
-    whole = replace(whole, comm_overlap=False) if whole.comm_overlap else whole
+    whole = replace(device.limited_to(request.options.max_sms), comm_overlap=False)
     choose = dispatch.choose_invariant if invariant else dispatch.choose
     return choose, dispatch.tables_of(whole)
 

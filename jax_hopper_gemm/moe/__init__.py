@@ -1,7 +1,5 @@
 """Mixture of experts: router, the experts' grouped GEMMs, and expert parallelism."""
 
-from __future__ import annotations
-
 from .expert_parallel import Exchange as Exchange
 from .layer import grouped_mlp as grouped_mlp
 from .layer import mixture_of_experts as mixture_of_experts

@@ -223,11 +223,7 @@ def _shardings(x: jax.Array) -> Any:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rule that chooses and weighs experts; plain data, so that equal rules share a trace.
-
-    Attributes:
-      experts_per_token, score, normalize: as in `route`.
-    """
+    """The rule that chooses and weighs experts; plain data, so that equal rules share a trace."""
 
     experts_per_token: int
     score: Score
@@ -251,20 +247,18 @@ class Selection:
     ) -> jax.Array:
         """Returns (T, k) float32; `chooses` as in `arrange`."""
         if self.score == "softmax" and not self.normalize:
-            weights = chosen(jax.nn.softmax(logits), experts)
-        else:
-            keys = chosen(logits, experts)
-            if chooses is not None:  # of the lowest key the score is 0
-                keys = jnp.where(chooses, keys, jnp.finfo(keys.dtype).min)
-            weights = (jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid)(keys)
-            if self.score == "sigmoid" and self.normalize:
-                total = weights.sum(-1, keepdims=True)
-                if chooses is not None:
-                    total = jnp.where(chooses.any(-1, keepdims=True), total, 1)
-                weights = weights / total
-            if chooses is not None:  # a token without any expert
-                weights = jnp.where(chooses, weights, 0)
-        return weights
+            return chosen(jax.nn.softmax(logits), experts)
+        keys = chosen(logits, experts)
+        if chooses is not None:  # of the lowest key the score is 0
+            keys = jnp.where(chooses, keys, jnp.finfo(keys.dtype).min)
+        weights = (jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid)(keys)
+        if self.score == "sigmoid" and self.normalize:
+            total = weights.sum(-1, keepdims=True)
+            if chooses is not None:
+                total = jnp.where(chooses.any(-1, keepdims=True), total, 1)
+            weights = weights / total
+        # Of a token without any expert they are 0.
+        return weights if chooses is None else jnp.where(chooses, weights, 0)
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
         if self.score == "softmax":

@@ -7,18 +7,17 @@ of `gate_up` (a `GatedLinear`) and `down`. So `mlp.up` and `mlp.down` accept the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
 from .. import ops
+from ..moe.layer import Activation
 from ..ops.dense import Implementation
 from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
-
-Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
 class Linear(nnx.Linear):

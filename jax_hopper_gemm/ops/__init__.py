@@ -1,7 +1,5 @@
 """The public functions: JAX's own products, on Hopper kernels where there is one."""
 
-from __future__ import annotations
-
 from . import recipes as recipes
 from .contexts import batch_invariant as batch_invariant
 from .contexts import max_sms as max_sms

@@ -158,17 +158,10 @@ def _product(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
     return rule.forward(x, w, state)[0]
 
 
-def _forward(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
-    return _once(rule.forward, rule.op, x, w, state)
-
-
-def _backward(rule: _Rule, residuals: Any, dy: Any) -> Any:
-    return _once(rule.backward, rule.op, residuals, dy)
-
-
-_product.defvjp(_forward, _backward)
-
-
+_product.defvjp(
+    lambda x, w, state, rule: _once(rule.forward, rule.op, x, w, state),
+    lambda rule, residuals, dy: _once(rule.backward, rule.op, residuals, dy),
+)
 _traced = jax.jit(_product, static_argnums=(3,), inline=INLINE)
 
 

@@ -177,9 +177,8 @@ def dot_general(
       lhs, rhs: the operands, arrays or both `Quantized`, or `QArray`s of Qwix; or one is, beside an
         array of 16 bits.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
-      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
-        `matmul`.
-      batch_invariant: as in `matmul`.
+      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation,
+        batch_invariant: as in `matmul`.
       recipe: as in `matmul`; `rhs` is the weights.
       epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
@@ -256,10 +255,9 @@ def einsum(
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
       epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
-      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
-        `matmul`.
+      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation,
+        batch_invariant: as in `matmul`.
       recipe: as in `matmul`, of two operands, the second of which is the weights.
-      batch_invariant: as in `matmul`.
 
     Raises:
       ValueError: an index with two extents, or an epilogue and other than two operands.
@@ -337,7 +335,6 @@ def _run(
     """Returns a product by a recipe, of quantized arrays or of others, and what follows it.
 
     Args:
-      product: JAX's own.
       steps: what follows; its operands are those `terms` that it names, then `epilogue_operands`.
       options: as the user gave them.
     """

@@ -66,7 +66,6 @@ def run(
 
     Args:
       product: JAX's own, of `arrays`, which are two if anything follows.
-      operands: of the steps.
       options: as the user gave them.
     """
     preferred = options.preferred_element_type

@@ -77,10 +77,9 @@ def gated_linear_unit(
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; if None the promoted dtype of `x` and `weights`,
         float32 where both are `Quantized`.
-      cotangent_dtype, out_sharding, implementation: as in `matmul`.
+      cotangent_dtype, out_sharding, implementation, batch_invariant: as in `matmul`.
       recipe: as in `matmul`. With block scales the products are two kernels, and the first one's
         result is stored, in 16 bits for operands of 16 bits.
-      batch_invariant: as in `matmul`.
 
     Returns:
       (..., N).
@@ -179,28 +178,26 @@ def _as_arrays(
     Those of gate and of up are one for each column, in the shape of biases. None: scales of x or
     of quantized weights beside it change along K.
     """
-    of_rows: tuple[Any, ...] = ()
-    scales: tuple[Any, ...]
+    arrays, of_rows = given, ()
+    scales: tuple[Any, ...] = ()
     if is_quantized(x) and is_quantized(*given):
         names = (f"weights[{i}]" if pair else "weights" for i in range(len(given)))
         check_quantized(op, (("x", x), *zip(names, given, strict=True)))
-        row_scale = constant_scale(op, "x", x, x.ndim - 1)
+        of_rows = (constant_scale(op, "x", x, x.ndim - 1),)
         scales = tuple(constant_scale(op, "weights", w, int(grouped)) for w in given)
-        arrays, of_rows, x = tuple(w.values for w in given), (row_scale,), x.values
-        if any(scale is None for scale in (row_scale, *scales)):
-            return x, arrays if pair else arrays[0], None
+        arrays, x = tuple(w.values for w in given), x.values
     elif given and all(is_weights(w, x) for w in given):
         found = [widened(op, "weights", w, int(grouped), x.dtype) for w in given]
         arrays, scales = zip(*found, strict=True)
-        if any(scale is None for scale in scales):
-            if not all(scale is None for scale in scales):
-                raise NotImplementedError(f"{op}: gate and up have scales of different blocks")
-            return x, arrays if pair else arrays[0], ()
-    else:
-        return x, given if pair else given[0], ()
+    weights = arrays if pair else arrays[0]
+    changing = [scale is None for scale in (*of_rows, *scales)]
+    if any(changing) and not (of_rows or all(changing)):
+        raise NotImplementedError(f"{op}: gate and up have scales of different blocks")
+    if any(changing) or not scales:
+        return x, weights, None if of_rows else ()
     factors = tuple(jnp.squeeze(scale, int(grouped)) for scale in scales)
     if not pair:
         (both,) = factors
         both = jnp.broadcast_to(both, (*both.shape[:-2], 2, both.shape[-1]))
         factors = both[..., 0, :], both[..., 1, :]
-    return x, arrays if pair else arrays[0], (*factors, *of_rows)
+    return x, weights, (*factors, *of_rows)

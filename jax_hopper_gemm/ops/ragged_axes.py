@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +176,6 @@ def sharding_of_product(
     """Returns the sharding of a product, which keeps that of its operands' rows and columns.
 
     Args:
-      op: the function that the user called, for messages.
       lhs, rhs: the mesh axes, or None, of each axis of the operands.
       rows: indices of rows of the left operand, or None.
 
@@ -227,4 +225,4 @@ def shardings_of_results(
 def _named(axes: Sequence[Any]) -> list[str]:
     """Returns all mesh axes of a partition spec's entries."""
     entries = (x if isinstance(x, tuple) else (x,) for x in axes if x is not None)
-    return list(itertools.chain.from_iterable(entries))
+    return [axis for entry in entries for axis in entry]

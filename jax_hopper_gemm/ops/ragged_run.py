@@ -311,11 +311,7 @@ def _refuse_ours(op: str, reason: str, arrays: RaggedArrays, options: Options) -
 def _canonical(
     lhs: Any, rhs: Any, sizes: Any, numbers: lax.RaggedDotDimensionNumbers, options: Options
 ) -> Options:
-    """Returns options with precision and dtype as JAX puts them into its own product.
-
-    Args:
-      lhs, rhs, sizes: abstract values.
-    """
+    """Returns options with precision and dtype as JAX puts them into its product of these types."""
     if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
         count = rhs.shape[numbers.rhs_group_dimensions[0]]
         sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], count), sizes.dtype)

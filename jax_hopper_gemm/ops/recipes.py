@@ -23,9 +23,7 @@ def as_recipe(op: str, recipe: Any, operands: Any = (), cotangent_dtype: Any = N
     """Returns a recipe, checked, as the option of a product; None for None.
 
     Args:
-      op: the function that the user called, for messages.
       operands: of the product, as the user gave them; they must be floats.
-      cotangent_dtype: the user's.
     """
     if recipe is None:
         return None

@@ -139,17 +139,14 @@ def _warn_of_compiling(op: str, users: Sequence[Callable[..., Any]]) -> None:
             return
         _warned = True
     name = getattr(again[0], "__qualname__", "a function")
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe()))
+    own = takewhile(lambda module: module.startswith("jax_hopper_gemm."), modules)
     warnings.warn(
         f"{op}: {name} is a new function at each call and cannot be compared with those before "
         "(it calls a jax.custom_vjp function, a callback or the like), so each call outside of "
         "jax.jit compiles a program. Make it once, outside of the loop, or call inside jax.jit.",
-        stacklevel=1 + sum(1 for _ in takewhile(_is_own, walk_stack(sys._getframe()))),
+        stacklevel=1 + sum(1 for _ in own),
     )
-
-
-def _is_own(entry: tuple[Any, int]) -> bool:
-    """Whether a frame of the stack is this package's."""
-    return entry[0].f_globals.get("__name__", "").startswith("jax_hopper_gemm.")
 
 
 def _is_new_of_same_code(function: Callable[..., Any]) -> bool:

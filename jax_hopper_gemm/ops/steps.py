@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.core import eval_jaxpr
 
 from ..gemm.product import Options
 from . import checks
@@ -92,20 +92,15 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale.
-
-    Attributes:
-      scaled: whether the last operand is the scale.
-      factors: how many of the first ones are factors: of gate, of up, and a third of both.
-    """
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale."""
 
     op: ClassVar[str] = "gated_linear_unit"
     named: ClassVar[tuple[str, ...]] = ()
     permutation: ClassVar[None] = None
 
     activation: Activation | None = None
-    scaled: bool = False
-    factors: int = 0
+    scaled: bool = False  # whether the last operand is the scale
+    factors: int = 0  # how many of the first ones are factors: of gate, of up, and a third of both
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
         for i, factor in enumerate(operands[: self.factors]):
@@ -266,5 +261,4 @@ def program(
 
 def evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
     """Evaluates a program on its inputs, followed by its constants."""
-    function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
-    return tuple(function(*args[:num_inputs]))
+    return tuple(eval_jaxpr(closed.jaxpr, args[num_inputs:], *args[:num_inputs]))

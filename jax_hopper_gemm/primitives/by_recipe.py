@@ -227,12 +227,13 @@ def _scaled(y: Any, lhs_scale: Any, rhs_scale: Any) -> Any:
 # The primitives.
 
 
-def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
-    as_it_is = partial(hopper_dot_p.bind, lhs, rhs, product=product.with_options(recipe=None))
-    if is_explicit(lhs, rhs):  # axes are merged and cut into blocks
-        inside = partial(_dot, product=replace(product, out_sharding=None))
+def _product(primitive: Any, lhs: Any, rhs: Any, *sizes: Any, product: Product) -> Any:
+    plain = product.with_options(recipe=None)
+    as_it_is = partial(primitive.bind, lhs, rhs, *sizes, product=plain)
+    if primitive is hopper_dot_p and is_explicit(lhs, rhs):  # axes are merged and cut into blocks
+        inside = partial(_product, primitive, product=replace(product, out_sharding=None))
         return in_auto_axes(inside, abstract(as_it_is).sharding, lhs, rhs)
-    if (found := _operands(product, lhs, (rhs,))) is None:
+    if (found := _operands(product, lhs, (rhs,), sizes)) is None:
         return as_it_is()
     return multiplied(found, abstract(as_it_is).dtype)
 
@@ -259,14 +260,6 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
     letters = left.letters[:batch] + "".join(ends)
     out = out.reshape([extents[a] for a in letters])
     return lax.transpose(out, [letters.index(a) for a in whole.subscripts.out])
-
-
-def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
-    plain = product.with_options(recipe=None)
-    as_it_is = partial(hopper_ragged_dot_p.bind, lhs, rhs, sizes, product=plain)
-    if (found := _operands(product, lhs, (rhs,), (sizes,))) is None:
-        return as_it_is()
-    return multiplied(found, abstract(as_it_is).dtype)
 
 
 def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:
@@ -335,4 +328,5 @@ def _with_blocks(
     )  # fmt: skip
 
 
-EXPANDED.update({hopper_dot_p: _dot, hopper_ragged_dot_p: _ragged_dot, hopper_fused_p: _fused})
+EXPANDED.update({x: partial(_product, x) for x in (hopper_dot_p, hopper_ragged_dot_p)})
+EXPANDED[hopper_fused_p] = _fused

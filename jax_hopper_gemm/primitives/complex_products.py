@@ -54,12 +54,12 @@ def by_parts(function: Callable[..., jax.Array], precision: Any) -> Callable[...
             (lax.real(x), lax.imag(x)) if dtype == COMPLEX else (x, None)
             for x, dtype in zip(map(jnp.asarray, arrays), dtypes, strict=True)
         )
-        whole, turned = real(a, c), []
-        if b is not None and d is not None:
-            whole = whole - real(b, d)
-        turned += [real(a, d)] if d is not None else []
-        turned += [real(b, c)] if b is not None else []
-        result = lax.complex(whole, sum(turned[1:], turned[0]))
-        return result.astype(preferred_element_type or COMPLEX)
+        if b is None:
+            parts = real(a, c), real(a, d)
+        elif d is None:
+            parts = real(a, c), real(b, c)
+        else:
+            parts = real(a, c) - real(b, d), real(a, d) + real(b, c)
+        return lax.complex(*parts).astype(preferred_element_type or COMPLEX)
 
     return product

@@ -54,7 +54,6 @@ def fused_dot(
     Args:
       factors: the left operand, and the right one; or gate and up, of one shape; or one array that
         stacks them, along an axis of extent 2 whose letter stands nowhere else in its subscripts.
-      operands: arrays.
       product: its options are canonical. `preferred_element_type` is the dtype of the product
         without a function: a result with the product's shape that the function leaves as it came is
         cast to it.

@@ -93,9 +93,10 @@ def _emit(
     if product.groups:
         name, letters = RAGGED, with_sizes(letters, subscripts)
         values.append(call.sizes)
+    residual = residual_of(request.lhs_dtype)
     emitted = emit(
         ctx, name, values, letters, fused.to_dict(), avals_out=arrays,
-        sum_dtype=_sum_dtype(graph, request.lhs_dtype),
+        sum_dtype=residual if {x.dtype for x in graph.matrices} == {residual} else "float32",
     )  # fmt: skip
     if emitted is None:
         return None
@@ -107,12 +108,6 @@ def _read(fusion: Fusion, shapes: Sequence[Sequence[int]], *operands: Any) -> li
     """Returns what the graph reads, with an axis for each letter."""
     pairs = zip(fusion.operands, fusion.graph.operands, shapes, strict=True)
     return [operands[index].astype(operand.dtype).reshape(shape) for index, operand, shape in pairs]
-
-
-def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
-    """Returns the dtype of partial products: the factors' residuals' if all is stored in that."""
-    residual, stored = residual_of(factors), {result.dtype for result in graph.matrices}
-    return residual if stored == {residual} else "float32"
 
 
 # On a device.

@@ -146,8 +146,8 @@ def row_blocks(sizes: jax.Array, groups: Groups, length: int) -> RowBlocks:
     number = np.arange(count, dtype=np.int32)
     place = number % groups.period - groups.first
     kept = (place >= 0) & (place < groups.count)
-    own = jnp.where(kept, clipped_sizes(sizes, length), 0)
-    starts = run_ends(sizes, length) - clipped_sizes(sizes, length)
+    clipped = clipped_sizes(sizes, length)
+    own, starts = jnp.where(kept, clipped, 0), run_ends(sizes, length) - clipped
     padded = -(-own // block) * block
     ends = jnp.cumsum(padded, dtype=np.int32)
     most = (length + (block - 1) * int(kept.sum())) // block  # blocks

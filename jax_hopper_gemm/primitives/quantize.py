@@ -111,18 +111,15 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
 
 def largest_number(dtype: Any) -> float:
     """Returns the largest number of a dtype of 8 or 4 bits: 448, 57344, 127 or 7."""
-    return float((jnp.iinfo if _is_integer(dtype) else jnp.finfo)(dtype).max)
+    return float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns the nearest numbers of 8 or 4 bits, ties to even; the largest for what is beyond."""
     limit = largest_number(dtype)
     clipped = jnp.clip(x, -limit, limit)
-    return (jnp.round(clipped) if _is_integer(dtype) else clipped).astype(dtype)
-
-
-def _is_integer(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.integer))
+    whole = jnp.round(clipped) if jnp.issubdtype(dtype, jnp.integer) else clipped
+    return whole.astype(dtype)
 
 
 def _split(

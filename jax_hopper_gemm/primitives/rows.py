@@ -255,10 +255,6 @@ def _transpose_pick(cotangent: Any, x: Any, rows: Any) -> Any:
     return add_rows_p.bind(cotangent, rows, length=length, scattered=False), None
 
 
-def _transpose_add(cotangent: Any, x: Any, rows: Any, *, length: int, scattered: bool) -> Any:
-    return pick_rows_p.bind(cotangent, rows), None
-
-
 # vmap: rows of one index after those of the one before it.
 
 
@@ -307,6 +303,10 @@ add_rows_p = define_primitive(
     "add_rows",
     _added,
     abstract=_abstract_add,
-    rules=Rules(linear_in=(0,), transpose=_transpose_add, batch=_batch_add),
+    rules=Rules(
+        linear_in=(0,),
+        transpose=lambda cotangent, x, rows, **_: (pick_rows_p.bind(cotangent, rows), None),
+        batch=_batch_add,
+    ),
     lowering=Lowering(_lower_added),
 )

@@ -157,8 +157,8 @@ def _request_of(
 ) -> Request:
     lhs, rhs, *scales = avals[:4]
     count = len(product.subscripts.contracted)
-    matrices = (_matrices(x.shape, y, count) for x, y in zip((lhs, rhs), scales, strict=True))
-    blocks: Any = tuple(block_of(x[-2], y.shape[-2]) for x, y in zip(matrices, scales, strict=True))
+    pairs = zip((lhs, rhs), scales, strict=True)
+    blocks: Any = tuple(block_of(_matrices(x.shape, y, count)[-2], y.shape[-2]) for x, y in pairs)
     request = Request.of(product, lhs, rhs, out_avals[0], function=jaxpr, blocks=blocks)
     if product.groups is None:
         return request

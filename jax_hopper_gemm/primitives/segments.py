@@ -122,10 +122,6 @@ def _transpose_rows(
     return [sums.astype(x.aval.dtype), None]
 
 
-def _transpose_live(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> list[Any]:
-    return [segment_mask_p.bind(cotangent, sizes, groups=groups), None]
-
-
 def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> list[Any]:
     batch = sizes.ndim - 1
     rows = segment_broadcast_p.bind(
@@ -209,7 +205,7 @@ segment_mask_p = define_primitive(
     _live_rows,
     rules=Rules(
         linear_in=(0,),
-        transpose=_transpose_live,
+        transpose=lambda ct, x, sizes, **params: [segment_mask_p.bind(ct, sizes, **params), None],
         batch=lambda *args, **params: _batch_as_rows(segment_mask_p, *args, **params),
     ),
 )

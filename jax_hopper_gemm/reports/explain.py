@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, Protocol, overload
 
 import jax
-from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval as pe
 
 from .. import ops
-from ..interop.rewrite_jaxpr import RAGGED, Rewriting, rewritten, traced_call
+from ..interop.converted import is_jaxs
+from ..interop.rewrite_jaxpr import Rewriting, rewritten, traced_call
 from ..lowering.devices import current_device
 from ..ops import checks
 from ..ops.dense import Implementation
@@ -30,10 +30,7 @@ FUNCTIONS = (
 
 
 class Open(Protocol):
-    """The type of functions that take any keyword as far as a type checker knows, as jitted ones.
-
-    No product does.
-    """
+    """The type of functions that to a type checker take any keyword, as jitted ones; no product."""
 
     def __call__(self, *args: Any, no_product_has_this: Any, **kwargs: Any) -> Any: ...
 
@@ -135,7 +132,7 @@ def _explained(name: str, program: Program, implementation: Implementation) -> E
         )
     ((program, number),) = found
     equation, *after = program.jaxpr.eqns[number:]
-    if not _is_jaxs(equation):
+    if not is_jaxs(equation):
         if inside := by_recipe(program, equation):  # of gate and up the second one
             program = inside
             *_, equation = (e for e in inside.jaxpr.eqns if e.primitive in PRODUCTS)
@@ -148,12 +145,8 @@ def _explained(name: str, program: Program, implementation: Implementation) -> E
 def _products_of(program: Program) -> Iterator[tuple[Program, int]]:
     """Yields the programs with products, and where these stand."""
     for number, equation in enumerate(program.jaxpr.eqns):
-        if equation.primitive in PRODUCTS or _is_jaxs(equation):
+        if equation.primitive in PRODUCTS or is_jaxs(equation):
             yield program, number
         else:
             for jaxpr in jaxprs_in_params(equation.params):
                 yield from _products_of(program.inner(equation, jaxpr))
-
-
-def _is_jaxs(equation: Any) -> bool:
-    return equation.primitive is lax.dot_general_p or equation.primitive.name == RAGGED

@@ -25,17 +25,11 @@ from ..primitives.widen import hopper_widen_p
 
 @dataclass(frozen=True)
 class TracedProduct:
-    """A product, and what surrounds it.
+    """A product, and what surrounds it."""
 
-    Attributes:
-      program: that it is part of.
-      equation: there; one of `PRODUCTS`.
-      following: names of the operations that follow it.
-    """
-
-    program: Program
-    equation: Any
-    following: tuple[str, ...] = ()
+    program: Program  # that it is part of
+    equation: Any  # there; one of `PRODUCTS`
+    following: tuple[str, ...] = ()  # names of the operations that follow it
 
     @cached_property
     def request(self) -> Request:
@@ -116,17 +110,11 @@ IN_PLACE = ("accelerated", "custom_vjp_call")
 
 @dataclass(frozen=True)
 class Value:
-    """A variable of a program, or a reshape of it that a product makes.
-
-    Attributes:
-      program: the program.
-      atom: the variable.
-      shape: that of the value.
-    """
+    """A variable of a program, or a reshape of it that a product makes."""
 
     program: Program
-    atom: Any
-    shape: tuple[Any, ...]
+    atom: Any  # the variable
+    shape: tuple[Any, ...]  # of the value
 
 
 class Program:
@@ -195,8 +183,7 @@ class JaxprValues:
         source = _value(program, equation.invars[0])
         if primitive is hopper_widen_p:
             dtype = "int4" if params["packed"] else equation.invars[0].aval.dtype.name
-            widened = Widened(dtype, params["axis"], params["group"])
-            return Step("widen", source, widened=widened)
+            return Step("widen", source, widened=Widened(dtype, params["axis"], params["group"]))
         if primitive is lax.convert_element_type_p:
             narrow, wide = (x.aval.dtype.name for x in (equation.invars[0], equation.outvars[0]))
             widened = Widened(narrow)

@@ -13,8 +13,9 @@ from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
 from ..gemm.product import Options
+from ..interop.converted import is_jaxs
 from ..interop.fuse_jaxpr import refusals, saved_us
-from ..interop.rewrite_jaxpr import ENTERED, RAGGED, ROWS_APART, Rewriting, reason_left
+from ..interop.rewrite_jaxpr import ENTERED, ROWS_APART, Rewriting, reason_left
 from ..lowering.request import array_text
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
@@ -163,7 +164,7 @@ def products_in(
             apart = inside if equation.primitive is hopper_dots_p else None
             if apart is None:
                 yield replace(product, flops=runs * product.flops, runs=runs)
-        elif equation.primitive is lax.dot_general_p or name == RAGGED:
+        elif is_jaxs(equation):
             product = jaxs_own(equation, rewriting.implementation, closed_to)
             yield replace(product, within=within, flops=runs * product.flops, runs=runs)
         else:

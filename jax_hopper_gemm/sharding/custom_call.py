@@ -9,13 +9,8 @@ program for one device, and a sum over devices where a contracted axis is sharde
 Nothing in the custom call belongs to a process, so the persistent compilation cache and
 `jax.export` take such programs. The executable holds no call of `TARGET` any more.
 
-A module with products of its own takes part in two steps:
-
-1. On import it calls `register("its name", program)`. `program(context, *shards, **params)` is a
-   JAX function of the operands' shards, in which `context.sum` adds a product of shards up over
-   devices. It returns a list of the results' shards.
-2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, letters, params)`.
-   `letters` says which dimensions are the same letter (`choose_shards.Factors`); `params` are JSON.
+A module with products of its own takes part in two steps: on import it calls `register`; where
+`applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, letters, params)`.
 """
 
 from __future__ import annotations
@@ -78,7 +73,6 @@ def emit(
     Args:
       name: of a registered program.
       operands: values of the factors, then of the other operands.
-      letters: the letters of operands and results.
       params: keyword arguments of the program; JSON.
       avals_out: abstract values of the results, with shardings where axes are Explicit; None: those
         of `ctx`.
@@ -156,7 +150,9 @@ _calls: dict[str, tuple[Program, Reader | None]] = {}  # by name
 def register(name: str, program: Program, reader: Reader | None = None) -> None:
     """Says what the calls of a name are: each device runs `program(context, *shards, **params)`.
 
-    `reader(value, operands, params)` gives the bare product that a call computes, or None.
+    That is a JAX function of the operands' shards, in which `context.sum` adds a product of shards
+    up over devices. It returns a list of the results' shards. `reader(value, operands, params)`
+    gives the bare product that a call computes, or None.
     """
     _calls[name] = program, reader
 
@@ -262,17 +258,14 @@ def _register_target() -> bool:
         # JAX has no public way to register with the plugin of a GPU.
         from jax._src.xla_bridge import register_plugin_callbacks
 
-        enter = xla_client.register_custom_call_partitioner
+        enter: Any = partial(
+            xla_client.register_custom_call_partitioner, name=TARGET, partition=_partition,
+            prop_user_sharding=_propagate, infer_sharding_from_operands=_propagate,
+        )  # fmt: skip
     except (ImportError, AttributeError):
         return False
-    params: Any = {
-        "name": TARGET,
-        "prop_user_sharding": _propagate,
-        "partition": _partition,
-        "infer_sharding_from_operands": _propagate,
-    }
-    enter(**params)
-    register_plugin_callbacks(partial(enter, **params))
+    enter()
+    register_plugin_callbacks(enter)
     return True
 
 

@@ -34,11 +34,6 @@ class Mesh:
         meshes = [Mesh(sizes) for sizes in sorted(set(orders))]
         return max(meshes, key=lambda mesh: sum(any(mesh.axes_of(sharding)) for sharding in tiled))
 
-    @property
-    def digits(self) -> np.ndarray:
-        """(axes, devices): where each device lies along each axis."""
-        return np.indices(self.sizes).reshape(len(self.sizes), -1)
-
     def count(self, axes: Iterable[int]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
@@ -78,7 +73,9 @@ class Mesh:
     def _axes_along(self, coordinates: np.ndarray) -> Axes | None:
         units = np.ravel_multi_index(np.eye(len(self.sizes), dtype=int), self.sizes)
         strides = coordinates[units]
-        if coordinates[0] or (strides @ self.digits != coordinates).any():
+        # (axes, devices): where each device lies along each axis.
+        digits = np.indices(self.sizes).reshape(len(self.sizes), -1)
+        if coordinates[0] or (strides @ digits != coordinates).any():
             return None
         axes = tuple(sorted(np.flatnonzero(strides).tolist(), key=lambda axis: -strides[axis]))
         expected = [self.count(axes[i + 1 :]) for i in range(len(axes))]

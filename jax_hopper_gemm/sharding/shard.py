@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import jax
@@ -113,7 +112,7 @@ class ShardContext:
 
     def reduce(self, x: jax.Array, letters: Iterable[str], by: Literal["add", "max"]) -> jax.Array:
         """Returns the sum, or largest, over the devices that shard letters of the product."""
-        axes = tuple(chain.from_iterable(map(self.shard.result, letters)))
+        axes = tuple(axis for letter in letters for axis in self.shard.result(letter))
         return self._over(x, axes, by)
 
     def _over(self, x: jax.Array, axes: Axes, by: Literal["add", "max"]) -> jax.Array:

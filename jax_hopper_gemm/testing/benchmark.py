@@ -214,11 +214,7 @@ def timed(
     rounds: int,
     flops: int,
 ) -> dict[str, timing.Timing]:
-    """Returns times of jitted functions, in turns, of calls of so many floating-point operations.
-
-    Args:
-      rounds: turns of each; 2 at most in the sustained regime.
-    """
+    """Returns times of jitted functions, in turns as in `run`, of calls of so many operations."""
     if regime == "sustained":
         loops = {name: timing.sustained(f, input_sets) for name, f in functions.items()}
         return timing.alternate(loops, min(rounds, 2))

@@ -18,18 +18,13 @@ ITEMSIZES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32"
 
 
 class Collective(NamedTuple):
-    """A collective operation.
+    """A collective operation."""
 
-    Attributes:
-      kind: one of `KINDS`.
-      groups: the devices that exchange with each other, as positions in the mesh; empty where
-        all do, or the text does not say.
-      size: bytes of its results on a device.
-    """
-
-    kind: str
+    kind: str  # one of `KINDS`
+    # The devices that exchange with each other, as positions in the mesh; empty where all do, or
+    # the text does not say.
     groups: frozenset[frozenset[int]]
-    size: int
+    size: int  # bytes of its results on a device
 
 
 def collectives_in(program: str) -> Iterator[Collective]:

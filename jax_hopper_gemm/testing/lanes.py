@@ -74,7 +74,6 @@ def group_tiles(
       raster: of ints.
       sizes: as many as `raster` says.
       rows, skip_empty: as in `group_search.next_window`.
-      lanes: the warp.
     """
     on_device = GroupRaster(*map(lanes.integer, raster))
     size_at = lanes.size_reader(sizes)

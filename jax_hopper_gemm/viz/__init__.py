@@ -7,8 +7,6 @@
 text and data. The drawings need matplotlib (extra "notebooks"); each returns its figure.
 """
 
-from __future__ import annotations
-
 from .canvas import plain_colour as plain_colour
 from .epilogues import graph_lines as graph_lines
 from .fragments import draw_fragment as draw_fragment

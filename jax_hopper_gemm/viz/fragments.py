@@ -31,11 +31,10 @@ def draw_fragment(columns: int = 32) -> Any:
     for row in range(ROWS):
         for column in range(columns):
             thread, value = owner_of(row, column)
-            colour = WARP_COLOURS[thread // 32]
-            cell(whole, column, row, "#d62828" if thread == 0 else colour)
+            colour = WARP_COLOURS[thread // 32] if thread else "#d62828"
+            cell(whole, column, row, colour)
             if row < 16 and column < 16:
-                text = f"T{thread}\nv{value}"
-                cell(corner, column, row, "#d62828" if thread == 0 else colour, text)
+                cell(corner, column, row, colour, f"T{thread}\nv{value}")
     for warp in range(4):
         whole.text(columns + 0.5, 16 * warp + 8, f"warp {warp}", va="center")
     whole.set_title(f"64 x {columns}: a warp has 16 rows; red: thread 0")

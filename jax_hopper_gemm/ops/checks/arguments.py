@@ -48,7 +48,10 @@ def as_jax_array(x: Any) -> Any:
 def not_numbers(x: Any, keys: bool = False) -> str | None:
     """Returns what an argument is in place of an array of numbers, or keys; None if it is one."""
     if not is_array(x):
-        return f"a {type(x).__name__}, expected an array: {_conversion(x)}"
+        way = "convert it with jnp.asarray"
+        if hasattr(x, "dequantize"):
+            way = "its dequantize() is one; beside 16 bits weights stay as they are"
+        return f"a {type(x).__name__}, expected an array: {way}"
     if isinstance(x, jax.Ref):
         return "a Ref, expected an array: read it, as in ref[...]"
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -61,12 +64,6 @@ def not_numbers(x: Any, keys: bool = False) -> str | None:
     if not keys and isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return f"{describe(x)}, expected numbers"
     return None  # NOTE: what else has a shape and a dtype may be Qwix's, which then multiplies
-
-
-def _conversion(x: Any) -> str:
-    """Returns how an object becomes an array."""
-    dequantized = "its dequantize() is one; beside 16 bits weights stay as they are"
-    return dequantized if hasattr(x, "dequantize") else "convert it with jnp.asarray"
 
 
 def as_cotangent_dtype(op: str, dtype: Any) -> np.dtype | None:

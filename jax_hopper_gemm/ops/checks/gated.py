@@ -30,7 +30,14 @@ def check_gated(
     op = "gated_linear_unit"
     lead = () if groups.sizes is None else ("G",)
     x, rights, biases, scale = _gated_arrays(op, x, weights, bias, row_scale)
-    problems = _scale_problems(scale, x, groups.indices)
+    rows, of = np.shape(x)[:-1], "x"
+    if groups.indices is not None:
+        rows, of = np.shape(groups.indices), "the result"
+    problems = [
+        f"row_scale is {describe(s)}, expected {rows}: one for each row of {of}"
+        for s in scale
+        if np.ndim(s) != len(rows) or any(map(differ, np.shape(s), rows))
+    ]
     for name, arrays in (("bias", biases), ("row_scale", scale)):
         if max(map(kind, arrays), default=0) == COMPLEX > max(map(kind, (x, *rights))):
             problems.append(f"{name} is {each_text(arrays)}, and the products are not complex")
@@ -71,15 +78,6 @@ def _gated_arrays(op: str, x: Any, weights: Any, bias: Any, row_scale: Any) -> t
         return tuple(arrays[name] for name in arrays if name.startswith(argument))
 
     return arrays["x"], of("weights"), of("bias"), of("row_scale")
-
-
-def _scale_problems(scale: tuple[Any, ...], x: Any, indices: Any) -> list[str]:
-    rows, of = (np.shape(x)[:-1], "x") if indices is None else (np.shape(indices), "the result")
-    return [
-        f"row_scale is {describe(s)}, expected {rows}: one for each row of {of}"
-        for s in scale
-        if np.ndim(s) != len(rows) or any(map(differ, np.shape(s), rows))
-    ]
 
 
 def _extent_problems(

@@ -175,12 +175,21 @@ def check_ragged_dot_general(
     elif not (misshapen or problems):
         axes = RaggedAxes.of(valid, np.ndim(lhs), np.ndim(rhs))
         lead = lhs_batch[: lhs_batch.index(axis)] if role == "batch" else lhs_batch + axes.outer
-        misshapen += _sizes_problems(sizes, lhs, lead)
+        outer, own = tuple(np.shape(lhs)[axis] for axis in lead), np.shape(sizes)[:-1]
+        if own and (len(own) != len(outer) or any(map(differ, own, outer))):
+            ways = f"(G,) or ({', '.join([*map(str, outer), 'G'])})" if outer else "(G,)"
+            misshapen.append(
+                f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"
+            )
         if role == "free":
             misshapen += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
         if terms and role == "contracted":
             shape = np.shape(sizes)[-1], *axes.of_result(np.shape(lhs), np.shape(rhs))
-            problems += _sum_problems(lhs, rhs, shape, terms, preferred)
+            problems += factor_problems(terms, "product")
+            problems += kind_problems(lhs, rhs, terms, preferred)
+            c = terms.get("c")
+            if c is not None and (np.ndim(c) != len(shape) or any(map(differ, np.shape(c), shape))):
+                problems.append(f"c is {describe(c)}, expected the result's shape {shape}")
     if terms and role != "contracted":
         problems.append(_no_sum(terms, role == "batch"))
     problems += implementation_problems(implementation)
@@ -209,27 +218,6 @@ def _group_axis_problems(
         f"{came}one axis of rhs, {describe(rhs)}, that is neither contracted nor a batch axis: "
         "the ragged axis is a free one of lhs"
     ]
-
-
-def _sizes_problems(sizes: Any, lhs: Any, lead: tuple[int, ...]) -> list[str]:
-    """Returns the problem of sizes with the axes of lhs that they may have in front, if any."""
-    outer, own = tuple(np.shape(lhs)[axis] for axis in lead), np.shape(sizes)[:-1]
-    if not own or (len(own) == len(outer) and not any(map(differ, own, outer))):
-        return []
-    ways = f"(G,) or ({', '.join([*map(str, outer), 'G'])})" if outer else "(G,)"
-    return [f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"]
-
-
-def _sum_problems(
-    lhs: Any, rhs: Any, shape: tuple[Any, ...], terms: Mapping[str, Any], preferred: Any
-) -> list[str]:
-    """Returns the problems of alpha, beta and c with a contraction's result of this shape."""
-    problems = factor_problems(terms, "product") + kind_problems(lhs, rhs, terms, preferred)
-    if (c := terms.get("c")) is None:
-        return problems
-    if np.ndim(c) != len(shape) or any(map(differ, np.shape(c), shape)):
-        problems.append(f"c is {describe(c)}, expected the result's shape {shape}")
-    return problems
 
 
 def _no_sum(terms: Mapping[str, Any], batch: bool) -> str:
