@@ -347,12 +347,15 @@ def test_scales_of_groups_are_multiplied_by_xla_where_rows_are_many(m, dtype, bl
 
 @pytest.mark.parametrize(
     ("m", "n", "in_turns"),
-    [(1, 8192, True), (32, 6144, True), (32, 4096, False), (1, 28672, False), (64, 8192, False)],
+    [(1, 8192, True), (32, 6144, True), (32, 4096, True), (1, 28672, False), (64, 8192, False)],
 )
-def test_warpgroups_take_turns_where_each_sm_has_a_tile_of_few_rows(m, n, in_turns):
+def test_warpgroups_take_turns_where_each_sm_has_a_tile_of_few_rows_or_part_of_its_k(
+    m, n, in_turns
+):
     arguments = _array(m, 8192), _w(jnp.int4, None, (8192, n))
     (spec,) = specs_of(partial(jhg.matmul, implementation="hopper"), *arguments)
     assert spec.k_in_turns == in_turns
+    assert spec.cluster_k == (2 if n == 4096 else 1)
     assert not (spec.k_in_turns and spec.split_k)
 
 

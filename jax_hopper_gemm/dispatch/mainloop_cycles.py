@@ -40,8 +40,10 @@ LINES_APART_ROWS = 512
 # end of its multiplication, on a busy chip. A ring of n stages takes in no more than n of them in
 # that time. Where warpgroups take k-tiles in turns, each takes longer: fitted over 240 products of
 # 1 to 32 rows on an H200, whose kernels of least cost then took 1.001 of the fastest one's time in
-# the mean and 1.12 at most; by the other number 1.016 and 1.30.
-RING_CYCLES, RING_CYCLES_IN_TURNS = 2400.0, 4400.0
+# the mean and 1.12 at most; by the other number 1.016 and 1.30. Those are k-tiles of so many bytes
+# of B, converted; others take it in proportion (of 84 narrow products 0.6 % for 1.4 % from the
+# fastest).
+RING_CYCLES, RING_CYCLES_IN_TURNS, BYTES_IN_TURNS = 2400.0, 4400.0, 2**15
 
 # Fitted over 25 kernels on 6 products of 8 bits, which then err by 4 % (rms): cycles of a k-tile
 # beside those of the tensor cores, where sums are promoted, by math warpgroups (of one assumed).
@@ -210,7 +212,9 @@ def load_cycles(problem: GemmProblem, spec: GemmSpec, device: Device, active_sms
     sharing = s.cluster_m * s.cluster_n
     waiting, gained = 1 + CLUSTER_WAIT * (late_a + late_b), 1 - GAIN_OF_CLUSTERS * sharing
     arriving *= where(sharing > 2, gained, waiting)
-    in_turns = RING_CYCLES_IN_TURNS if s.b_in_registers else TURN_RING_CYCLES
+    in_turns = TURN_RING_CYCLES
+    if s.b_in_registers:
+        in_turns = RING_CYCLES_IN_TURNS * s.tile_n * s.tile_k * s.a_itemsize / BYTES_IN_TURNS
     ring = where(s.k_in_turns, in_turns, RING_CYCLES) / s.num_stages
     return most(most(arriving, _gather_cycles(s)), ring)
 
