@@ -37,6 +37,6 @@ def test_kernel_multiplies_what_it_converts_from_registers(spec, built):
     narrow = DTYPES[spec.b_dtype]
     by_ldmatrix = "LDSM.16.MT88" in text  # transposed: an epilogue's are not
     assert by_ldmatrix == (spec.b_major == "n"), f"{narrow.name} along {spec.b_major}"
-    assert (facts.multicast_loads > 0) == (spec.cluster_size > 1)
+    assert (facts.multicast_loads > 0) == (spec.cluster_m * spec.cluster_n > 1)
     by_tma = 2 + (spec.graph.accumulators - 1) - (spec.gathered is not None)
     assert facts.tma_loads >= by_tma + (spec.k_group > 0)

@@ -100,9 +100,8 @@ def test_a_plain_spec_has_no_violations():
         ({"evict_first": "d"}, "L2 evicts 'd' first"),
         ({"short_boxes": True, "cluster_n": 2}, "boxes end with their matrices"),
         ({"cluster_k": 2}, "take a cluster of 1x1, the scheduler single, no split-K"),
-        ({"a_dtype": "float8_e4m3fn", "b_dtype": "float8_e4m3fn", "b_major": "k", "tile_k": 128,
-          "cluster_k": 2, "tile_scheduler": "single"},
-         "k-tiles of A in 16 bits or TF32, not of float8_e4m3fn"),
+        ({"a_dtype": "int8", "b_dtype": "int8", "b_major": "k", "tile_k": 128, "cluster_k": 2,
+          "tile_scheduler": "single"}, "add up float32 sums of wgmma, not those of int8"),
         ({"cluster_k": 3, "tile_scheduler": "single"}, "cluster_k 3 is not 1, 2, 4 or 8"),
     ],
 )  # fmt: skip

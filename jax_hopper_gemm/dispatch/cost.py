@@ -78,10 +78,9 @@ HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
-# Chosen for 300 narrow products, of 16 and 8 bits, in TF32 and with weights of 8 and 4 bits. Of
-# what was timed, two or three kernels whose clusters share no K among it, the one of least cost is
-# 1.9 % from the fastest in the mean: cycles for each SM that is at work, and the rate at which a CTA
-# gets sums of its slice.
+# Chosen for 300 narrow products, of 16 and 8 bits, in TF32 and with weights of 8 and 4 bits, where
+# the kernel of least cost is 1.9 % from the fastest timed: cycles for each SM that is at work, and
+# the rate at which a CTA gets sums of its slice.
 CLUSTER_CYCLES_OF_SM, CLUSTER_BYTES_PER_CYCLE = 6.0, 24.0
 HANDOVER_CYCLES = 1000.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.067  # fitted: of the time where a last wave is shared; no SM rests, the clock drops

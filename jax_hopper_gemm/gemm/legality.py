@@ -12,7 +12,7 @@ from typing import get_args
 from . import simt
 from .bf16_parts import BLOCK_N, RUN_K, TILE_K
 from .conversion import BLOCK
-from .dtypes import DTYPES, HALVES, OPERANDS, one_of
+from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
 from .smem import EPI_TILE_M, EXCHANGE_COLUMNS, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes

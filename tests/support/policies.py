@@ -177,7 +177,7 @@ def along_n(spec: GemmSpec) -> GemmSpec | None:
 
 @cache
 def eight_bit_variants() -> tuple[GemmSpec, ...]:
-    """Returns some of `eight_bit_specs` and `block_specs`: K shared, nested batches, short boxes."""
+    """Returns some of `eight_bit_specs`, `block_specs`: K shared, nested batches, short boxes."""
     dense = [s for s in (*eight_bit_specs(), *block_specs()[::4]) if not s.grouped]
     return _variants(dense[::4], _of_one_plane(dense)[1::8], dense[::2], dense)
 
