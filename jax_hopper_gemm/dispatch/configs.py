@@ -50,6 +50,13 @@ LARGE_RESULTS = (
     Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
 )
 
+
+def _in_clusters(*rows: tuple[int, int, int, int], split_k: bool = False) -> Iterator[Config]:
+    """Yields configurations of `tile_m`, `tile_n`, `cluster_m` and `cluster_n`."""
+    for tile_m, tile_n, m, n in rows:
+        yield Config(tile_m, tile_n, cluster_m=m, cluster_n=n, split_k=split_k)
+
+
 # Configurations with N and M exchanged, where they differ, serve the transposed problem.
 DENSE_CONFIGS = (
     # Large products: 128 accumulators a thread or more, and multicast: most math per byte loaded.
@@ -99,46 +106,23 @@ DENSE_CONFIGS = (
 # past its end, and waves of a large one fill better. Beside `DENSE_CONFIGS`, and where D's
 # transpose is computed.
 _EITHER_ORDER = (
-    Config(64, 16),
-    Config(64, 16, split_k=True),
-    Config(64, 32, cluster_n=2),
-    Config(64, 32, cluster_n=2, split_k=True),
-    Config(64, 48, cluster_n=2, split_k=True),
-    Config(64, 80, cluster_n=2),
-    Config(64, 96, cluster_m=2, split_k=True),
-    Config(64, 192, cluster_m=2),
-    Config(128, 48, cluster_n=2, split_k=True),
-    Config(128, 80, cluster_n=2),
-    Config(128, 80, cluster_n=2, split_k=True),
-    Config(128, 96, cluster_n=2),
-    Config(128, 96, cluster_m=2, split_k=True),
-    Config(128, 144, cluster_n=2),
-    Config(128, 144, cluster_n=2, split_k=True),
-    Config(128, 160, cluster_m=2),
-    Config(128, 160, cluster_m=2, split_k=True),
-    Config(128, 176, cluster_n=2),
-    Config(128, 192, cluster_m=2, split_k=True),
-    Config(128, 224, cluster_m=2),
-    Config(256, 80, cluster_n=2, split_k=True),
-    Config(256, 96, cluster_n=2, split_k=True),
-    Config(256, 112, cluster_n=2),
-    Config(256, 144),
-    Config(256, 160, cluster_m=2),
-    Config(256, 160, cluster_n=2, split_k=True),
-    Config(256, 192, cluster_m=2),
+    *_in_clusters(
+        (64, 16, 1, 1), (64, 32, 1, 2), (64, 80, 1, 2), (64, 192, 2, 1), (128, 80, 1, 2),
+        (128, 96, 1, 2), (128, 144, 1, 2), (128, 160, 2, 1), (128, 176, 1, 2), (128, 224, 2, 1),
+        (256, 112, 1, 2), (256, 144, 1, 1), (256, 160, 2, 1), (256, 192, 2, 1),
+    ),
+    *_in_clusters(
+        (64, 16, 1, 1), (64, 32, 1, 2), (64, 48, 1, 2), (64, 96, 2, 1), (128, 48, 1, 2),
+        (128, 80, 1, 2), (128, 96, 2, 1), (128, 144, 1, 2), (128, 160, 2, 1), (128, 192, 2, 1),
+        (256, 80, 1, 2), (256, 96, 1, 2), (256, 160, 1, 2), split_k=True,
+    ),
     # One wave of tiles of medium products: three warpgroups, and more steps in between.
-    Config(64, 48, cluster_n=2),
-    Config(128, 96, cluster_m=2),
-    Config(192, 96, cluster_n=2),
-    Config(192, 112, cluster_n=2),
-    Config(192, 128, cluster_m=2),
-    Config(192, 144, cluster_n=2),
-    Config(192, 160, cluster_m=2),
-    Config(192, 160, cluster_n=2),
-    Config(192, 176, cluster_n=2),
-    Config(192, 192, cluster_n=2),
-    Config(256, 144, cluster_n=2),
-)
+    *_in_clusters(
+        (64, 48, 1, 2), (128, 96, 2, 1), (192, 96, 1, 2), (192, 112, 1, 2), (192, 128, 2, 1),
+        (192, 144, 1, 2), (192, 160, 2, 1), (192, 160, 1, 2), (192, 176, 1, 2), (192, 192, 1, 2),
+        (256, 144, 1, 2),
+    ),
+)  # fmt: skip
 MORE_CONFIGS = (  # for operands of 16 bits and in TF32, of which these have been measured
     Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     *(
@@ -234,21 +218,15 @@ BATCH_CONFIGS = (
 # wave or two, or share K. What counts is how these fill the SMs, how little of them lies
 # outside of D, and how little CTAs that all begin at once ask of L2: clusters of four and eight.
 MEDIUM_CONFIGS = (
-    *(
-        Config(*tile, cluster_m=m, cluster_n=n)
-        for *tile, m, n in (
-            (64, 32, 2, 2), (64, 64, 1, 4), (64, 64, 4, 2), (64, 80, 1, 1), (64, 96, 2, 4),
-            (64, 160, 2, 4), (128, 48, 1, 2), (128, 64, 2, 1), (128, 64, 4, 2), (128, 96, 2, 2),
-            (128, 128, 1, 4), (128, 208, 1, 1), (192, 48, 1, 2), (192, 80, 1, 2), (256, 96, 2, 1),
-        )
+    *_in_clusters(
+        (64, 32, 2, 2), (64, 64, 1, 4), (64, 64, 4, 2), (64, 80, 1, 1), (64, 96, 2, 4),
+        (64, 160, 2, 4), (128, 48, 1, 2), (128, 64, 2, 1), (128, 64, 4, 2), (128, 96, 2, 2),
+        (128, 128, 1, 4), (128, 208, 1, 1), (192, 48, 1, 2), (192, 80, 1, 2), (256, 96, 2, 1),
     ),
-    *(
-        Config(*tile, cluster_m=m, cluster_n=n, split_k=True)
-        for *tile, m, n in (
-            (64, 16, 1, 2), (64, 32, 2, 4), (64, 64, 4, 2), (64, 80, 1, 2), (64, 96, 2, 2),
-            (128, 80, 1, 4), (128, 96, 1, 2), (128, 96, 2, 2), (128, 128, 2, 4), (128, 160, 2, 2),
-            (128, 208, 1, 1), (128, 224, 2, 1), (256, 192, 2, 1),
-        )
+    *_in_clusters(
+        (64, 16, 1, 2), (64, 32, 2, 4), (64, 64, 4, 2), (64, 80, 1, 2), (64, 96, 2, 2),
+        (128, 80, 1, 4), (128, 96, 1, 2), (128, 96, 2, 2), (128, 128, 2, 4), (128, 160, 2, 2),
+        (128, 208, 1, 1), (128, 224, 2, 1), (256, 192, 2, 1), split_k=True,
     ),
 )  # fmt: skip
 
@@ -304,31 +282,21 @@ PROMOTED_K_CONFIGS = (
 )
 
 # Of bfloat16 parts in memory: half of the registers hold sums that are promoted to the others.
-STORED_PARTS_CONFIGS = (
-    Config(128, 208, cluster_n=2),
-    Config(128, 192, cluster_m=2),
-    Config(128, 192, cluster_n=2),
-    Config(128, 160, cluster_n=2),
-    Config(128, 128, cluster_m=2),
-    Config(128, 128, cluster_n=2),
-    Config(128, 64, cluster_n=2),
-    Config(64, 192),
-    Config(64, 128, cluster_m=2),
-    Config(64, 64),
-)
+STORED_PARTS_CONFIGS = tuple(
+    _in_clusters(
+        (128, 208, 1, 2), (128, 192, 2, 1), (128, 192, 1, 2), (128, 160, 1, 2), (128, 128, 2, 1),
+        (128, 128, 1, 2), (128, 64, 1, 2), (64, 192, 1, 1), (64, 128, 2, 1), (64, 64, 1, 1),
+    )
+)  # fmt: skip
 
 # Of parts that kernels cut, by the grouped axis: 64 rows a warpgroup, as many columns as registers
 # hold, and no pingpong.
 PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (
-        Config(128, 192, cluster_m=2),
-        Config(128, 192, cluster_n=2),
-        Config(128, 128, cluster_m=2),
-        Config(128, 128, cluster_n=2),
-        Config(128, 128),
-        Config(128, 64, cluster_n=2),
-        Config(64, 128),
-        Config(64, 64),
+        *_in_clusters(
+            (128, 192, 2, 1), (128, 192, 1, 2), (128, 128, 2, 1), (128, 128, 1, 2),
+            (128, 128, 1, 1), (128, 64, 1, 2), (64, 128, 1, 1), (64, 64, 1, 1),
+        ),
         Config(64, 64, cluster_m=2, tile_scheduler="single"),
     ),
     "m": (
@@ -342,7 +310,7 @@ PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
         Config(128, 64, tile_scheduler="dynamic"),
         Config(64, 64),
     ),
-}
+}  # fmt: skip
 
 # B is converted in registers, by warpgroups that share a tile's columns. `candidates` leaves out
 # those that are not legal, of groups for one.
