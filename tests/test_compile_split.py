@@ -47,8 +47,8 @@ def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, b
 @pytest.mark.parametrize("spec", SHARED, ids=lambda spec: spec.name)
 def test_sums_of_a_cluster_stay_in_shared_memory(spec, built):
     *_, code = code_of(spec, built)
-    assert len(re.findall(r"\bSTAS\.128", code)) == spec.sum_registers // 4, "a CTA sends its sums"
-    of_slice = spec.sum_registers // spec.slices // 4
+    assert len(re.findall(r"\bSTAS\.128", code)) == spec.tile_registers // 4, "a CTA sends its sums"
+    of_slice = spec.tile_registers // spec.slices // 4
     assert len(re.findall(r"\bLDS\.128", code)) == spec.cluster_k * of_slice, "and reads a slice"
     assert len(re.findall(r"\bUCGABAR_ARV", code)) == 1, "barriers are made before any CTA sends"
     assert "MEMBAR.ALL.GPU" not in code

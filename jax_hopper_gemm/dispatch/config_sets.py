@@ -37,9 +37,9 @@ from .configs import (
 MEDIUM_SIDE, MEDIUM_ELEMENTS, MEDIUM_K = 64, 6 * 2**20, 512
 # Narrow products: of a side of up to so many rows or columns, of so many elements of D, of all
 # matrices, and that move up to so many bytes, with weights fewer; of K from, by the bytes of A's
-# elements. Measured, of 150 products of 16 bits with up to 2^19 elements and K from 1024: 81 of
-# these have another kernel for it, 1.23 times as fast; sides over 128 gain 0.98 times, shorter K
-# 0.99. Of weights those over 20 MB are 0.95 times as fast (14), others 1.31 times (93).
+# elements. Measured, of 150 products of 16 bits with up to 2^19 elements and K from 1024: 82 of
+# these have another kernel for it, 1.23 times as fast; sides over 128 gain 0.96 times, shorter K
+# 1.00. Of weights those over 20 MB are 0.95 times as fast (14), others 1.31 times (93).
 NARROW_SIDE, NARROW_ELEMENTS, NARROW_BYTES, NARROW_CONVERTED_BYTES = 128, 2**18, 60e6, 20e6
 NARROW_K = {1: 2048, 2: 1408, 4: 1024}
 
