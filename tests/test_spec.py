@@ -274,7 +274,12 @@ def test_what_warpgroups_that_convert_in_turns_cannot_do():
     assert spec.k_in_turns and not violations(spec)
     assert not violations(replace(spec, k_group=64))
     for reason, change in {
-        "64x64 sums of a warpgroup do not fit": {"tile_m": 64, "short_boxes": False},
+        "tile_m 128: warpgroups that take turns add up 64 rows at most": {"tile_m": 128},
+        "tile_m 64: warpgroups that take turns add up 32 rows at most": {
+            "tile_m": 64,
+            "split_k": True,
+        },
+        "know no groups of rows": {"tile_m": 64, "grouped": "m", "short_boxes": False},
         "num_stages 2 is no even number from 4": {"num_stages": 2},
         "num_stages 7 is no even number": {"num_stages": 7},
         "epi_tile_n 64 is not 16, 32 or 64 dividing": {"epi_tile_n": 64},

@@ -22,6 +22,7 @@ from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.smem import SMEM_LIMIT
 from ..gemm.spec import GemmSpec
+from ..gemm.tma_box import SWIZZLE_BYTES
 from ..gemm.type_legality import GATHERABLE
 from .config_sets import (
     CONFIG_SETS,
@@ -200,7 +201,8 @@ def _filled(fewest: GemmSpec) -> GemmSpec:
         least = deeper if s.promoted else deeper.varied(num_stages=ENOUGH_STAGES)
         s = deeper if least.smem_bytes <= SMEM_LIMIT else s
     free = SMEM_LIMIT - s.smem_bytes
-    most = MAX_STAGES_IN_TURNS if s.k_in_turns and s.b_in_registers else MAX_STAGES
+    long = s.k_in_turns and s.b_in_registers and s.tile_k * s.a_itemsize > 2 * SWIZZLE_BYTES
+    most = MAX_STAGES_IN_TURNS if long else MAX_STAGES
     step = 2 if s.k_in_turns else 1
     more = min(most - s.num_stages, free // s.stage_bytes) // step * step
     stages = s.num_stages + more

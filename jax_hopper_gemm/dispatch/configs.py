@@ -248,6 +248,7 @@ NARROW_CONFIGS = (
 # The same where B is converted in registers.
 NARROW_CONVERTED_CONFIGS = (
     *_along_k(16, 64, 2, 2, 4, 8), *_along_k(16, 64, 4, 2, 4, 8), *_along_k(32, 64, 2, 2, 4, 8),
+    *_along_k(64, 64, 2, 2, 4, 8),
 )  # fmt: skip
 
 # The same of sums that are promoted.
@@ -325,8 +326,11 @@ CONVERTED_CONFIGS = (
     *_FEW_ROWS,
     # The same of few columns: each SM has a tile of them, and all of its K.
     *(
-        Config(tile_m, 64, 4 * SWIZZLE_BYTES, short_boxes=True, evict_first="b")
-        for tile_m in (16, 32)
+        Config(
+            tile_m, 64, rows * SWIZZLE_BYTES, tile_scheduler="single", short_boxes=True,
+            evict_first="b",
+        )
+        for tile_m, rows in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 2))
     ),
     Config(64, 128, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
     Config(64, 256, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),

@@ -43,7 +43,7 @@ LINES_APART_ROWS = 512
 # the mean and 1.12 at most; by the other number 1.016 and 1.30. Those are k-tiles of so many bytes
 # of B, converted; others take it in proportion (of 84 narrow products 0.6 % for 1.4 % from the
 # fastest).
-RING_CYCLES, RING_CYCLES_IN_TURNS, BYTES_IN_TURNS = 2400.0, 4400.0, 2**15
+RING_CYCLES, RING_CYCLES_IN_TURNS, BYTES_IN_TURNS = 2400.0, 5000.0, 2**15
 
 # Fitted over 25 kernels on 6 products of 8 bits, which then err by 4 % (rms): cycles of a k-tile
 # beside those of the tensor cores, where sums are promoted, by math warpgroups (of one assumed).

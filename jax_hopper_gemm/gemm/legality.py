@@ -15,7 +15,7 @@ from .conversion import BLOCK
 from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
-from .smem import EPI_TILE_M, EXCHANGE_COLUMNS, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes
+from .smem import EPI_TILE_M, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes, exchanged_bytes
 from .spec import PROMOTION_K, GemmSpec, TileScheduler, WarpSchedule
 from .tma_box import SWIZZLE_BYTES
 from .type_legality import type_violations
@@ -227,8 +227,13 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
 
 def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
-    if s.b_in_registers and s.tile_m * s.tile_n > EPI_TILE_M * EXCHANGE_COLUMNS:
-        yield f"{s.tile_m}x{s.tile_n} sums of a warpgroup do not fit where they are exchanged"
+    if s.exchanges_in_ring and exchanged_bytes(s) > s.num_stages * s.stage_bytes:
+        yield f"{s.num_stages} stages do not hold the sums that warpgroups exchange in their place"
+    if s.b_in_registers and s.grouped:
+        yield "warpgroups that take turns at k-tiles know no groups of rows"
+    most = EPI_TILE_M // 2 if s.split_k else EPI_TILE_M  # both leave partial sums of all rows
+    if s.b_in_registers and s.tile_m > most:
+        yield f"tile_m {s.tile_m}: warpgroups that take turns add up {most} rows at most"
     # NOTE: of an odd number, a warpgroup would meet a stage every other time that it is filled. A
     # barrier tells fills apart by one bit: while the other's is on its way, the last but one of a
     # stage, which it had, would pass for its next. With 3 stages some 20 of 6,000 random products

@@ -73,9 +73,16 @@ def parts_bytes(spec: GemmSpec) -> int:
 
 
 def exchange_bytes(spec: GemmSpec) -> int:
+    """Returns the bytes that are set aside for what math warpgroups exchange."""
+    return 0 if spec.exchanges_in_ring else exchanged_bytes(spec)
+
+
+def exchanged_bytes(spec: GemmSpec) -> int:
     """Returns the bytes in which math warpgroups that share columns turn or add up their sums."""
-    nbytes = 4 * EPI_TILE_M * EXCHANGE_PITCH
-    return spec.math_warpgroups * nbytes if spec.warpgroups_n > 1 else 0
+    rows = EPI_TILE_M
+    if spec.b_in_registers and spec.k_in_turns:
+        rows = max(rows, spec.tile_m * spec.tile_n // EXCHANGE_COLUMNS)
+    return spec.math_warpgroups * rows * EXCHANGE_PITCH * 4 if spec.warpgroups_n > 1 else 0
 
 
 def slot_bytes(spec: GemmSpec) -> int:

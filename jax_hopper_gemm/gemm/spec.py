@@ -158,6 +158,12 @@ class GemmSpec(ProblemType):
         return self.promoted and alone and not (self.grouped or self.graph.needs_extents)
 
     @property
+    def exchanges_in_ring(self) -> bool:
+        """Whether the ring is free when warpgroups that took turns add up their sums: of one tile
+        all stages have been read."""
+        return self.k_in_turns and not self.persistent
+
+    @property
     def converted_columns(self) -> int:
         """Columns of a stage that one math warpgroup converts, where B is converted."""
         return self.tile_n if self.k_in_turns else self.columns_per_warpgroup
@@ -232,10 +238,12 @@ class GemmSpec(ProblemType):
     def slices(self) -> int:
         """Slices of a tile's columns, each stored by one of the CTAs that share its k-tiles.
 
-        Columns come in steps of 16, so some CTAs may store none. Where math warpgroups share the
-        columns, one CTA stores all.
+        Columns come in steps of 16 for each math warpgroup that stores some, so some CTAs may store
+        none. Of warpgroups that share columns those that convert their own store where these are.
         """
-        blocks = self.tile_n // 16 if self.warpgroups_n == 1 else 1
+        if self.b_in_registers and not self.k_in_turns:
+            return 1
+        blocks = self.tile_n // (16 * self.warpgroups_n)
         return max(n for n in range(1, self.cluster_k + 1) if blocks % n == 0)
 
     @property

@@ -257,14 +257,13 @@ class ClusterSum(NoFinish):
     def send(self, view, sums, rank):
         """Sends a thread's accumulators of each slice to the CTA that stores it."""
         slices, of_block = self.spec.slices, self.slice_vectors // self.blocks
-        slot = view.sums[None, None, rank].iterator.toint()
-        slots = [_in_cta(slot, cta) for cta in range(slices)]
-        barriers = [_in_cta(view.barrier.toint(), cta) for cta in range(slices)]
+        bits = cute.recast_tensor(sums, Int32)
         # All CTAs send at once: each spreads what it sends over those that store.
         for block, column, cta in product(range(self.blocks), range(of_block), range(slices)):
             vector = (block * slices + cta) * of_block + column
-            at = (block * of_block + column) * 4 * VECTOR * self.threads
-            _send([sums[i, vector] for i in range(VECTOR)], slots[cta], at, barriers[cta])
+            slot = view.sums[None, block * of_block + column, rank].iterator
+            values = tuple(bits[i, vector] for i in range(VECTOR))
+            cute.arch.store_async_dsmem(slot, values, view.barrier, cta)
 
     def add(self, view, sums):
         """Adds up the slots of all CTAs."""
@@ -278,23 +277,6 @@ class ClusterSum(NoFinish):
 def _vectors(registers, count):
     """Returns a thread's sums as (VECTOR, vectors)."""
     return cute.make_tensor(registers.iterator, cute.make_layout((VECTOR, count)))
-
-
-def _in_cta(address, cta):
-    """Returns the address in shared memory of one of the cluster's CTAs that this one has here."""
-    return cute.arch.inline_ptx(
-        f"mapa.shared::cluster.u32 {{$w0}}, {{$r0}}, {cta};",
-        write_only_types=[Int32], read_only_args=[address],
-    )  # fmt: skip
-
-
-def _send(vector, slot, offset, barrier):
-    """Stores a vector in shared memory of a CTA, whose mbarrier counts the bytes that came."""
-    cute.arch.inline_ptx(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-        f"[{{$r0}}+{offset}], " + "{{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
-        read_only_args=[slot, *vector, barrier],
-    )
 
 
 def make_finish(spec):

@@ -60,6 +60,7 @@ def shared_memory(spec: GemmSpec) -> list[Part]:
             add(kind, f"{kind}, stage {stage}", nbytes)
     add("B", "bfloat16 parts of B", s.parts_bytes)
     add("scratch", "sums that warpgroups exchange", exchange_bytes(s))
+    add("scratch", "sums that CTAs of a cluster send", s.slot_bytes)
     for i, result in enumerate(s.graph.matrices):
         nbytes = ROWS * s.epi_tile_n * DTYPES[result.dtype].itemsize
         for warpgroup in range(s.math_warpgroups):

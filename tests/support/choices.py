@@ -180,7 +180,7 @@ _ACROSS = {
     "warp_schedule": ("cooperative",), "num_stages": (2, 3, 4),
 }  # fmt: skip
 _ACROSS_IN_TURNS = {
-    **_ACROSS, "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128), "num_stages": (4,),
+    **_ACROSS, "tile_m": (16, 32, 64), "tile_n": (64,), "tile_k": (64, 128), "num_stages": (4,),
 }  # fmt: skip
 TF32_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_TF32},
@@ -208,7 +208,7 @@ _IN_TURNS = {
         ("bfloat16", "int4"), ("float16", "int4"), ("bfloat16", "int8"),
         ("float16", "float8_e4m3fn"),
     ),
-    "tile_m": (16, 32), "tile_n": (64,), "tile_k": (64, 128, 256),
+    "tile_m": (16, 32, 64), "tile_n": (64,), "tile_k": (64, 128, 256),
     "num_stages": (4, 6, 8), "k_group": (0,),
 }  # fmt: skip
 CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (

@@ -22,6 +22,8 @@ class InTurns:
         own = coords._replace(k_tiles=(coords.k_tiles + 1 - others) >> 1)
         first = either(others == 1, self.after(state, 1), state)
         super().multiply(view, ring, first, own, on_issued)
+        if self.spec.exchanges_in_ring:  # which the other one may still read
+            self.barrier().arrive_and_wait()
         return skip_tile(self.spec, state, coords)
 
     def barrier(self):

@@ -59,8 +59,10 @@ class _PromotedInTurns(InTurns):
         """Makes `acc` of the sums of both warpgroups."""
         parts = self.spec.graph.accumulators
         columns = cute.size(view.totals) // parts
-        half = columns // 2
-        left = [part * columns + v for part in range(parts) for v in range(half)]
+        of_slice = columns // self.spec.slices
+        half = of_slice // 2
+        firsts = range(0, parts * columns, of_slice)
+        left = [first + v for first in firsts for v in range(half)]
         first, barrier = view.warpgroup == 0, self.barrier()
         for start in range(0, len(left), AT_A_TIME):
             some = range(start, min(start + AT_A_TIME, len(left)))

@@ -71,6 +71,8 @@ def allocate_stages(spec, memory):
         parts = range(s.graph.accumulators)
         sS = tuple(cute.make_tensor(pointer + part * rows * groups, layout) for part in parts)
         stages = replace(stages, sS=sS)
+    if s.exchanges_in_ring:
+        return replace(stages, exchange=cute.recast_ptr(memory.base, dtype=Float32))
     if nbytes := exchange_bytes(s):
         stages = replace(stages, exchange=memory.pointer(Float32, nbytes, SMEM_ALIGNMENT))
     return stages

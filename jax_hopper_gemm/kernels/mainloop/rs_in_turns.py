@@ -27,6 +27,7 @@ class RegisterInTurnsConsumer(InTurns, RegisterConsumer):
         super().__init__(spec, atom_layout_m, before_read)
         self.of_chunk = spec.tile_m * EXCHANGE_PITCH  # floats of `EXCHANGE_COLUMNS`, of all rows
         self.of_warpgroup = spec.tile_n // EXCHANGE_COLUMNS * self.of_chunk
+        self.columns = BLOCK // spec.slices // self.step  # of a slice that a warpgroup stores
 
     def place_of(self, warpgroup_index, block):
         return block, 0
@@ -36,10 +37,12 @@ class RegisterInTurnsConsumer(InTurns, RegisterConsumer):
         column = self.held.column(position, 0, 0)
         chunk, inside = column // EXCHANGE_COLUMNS, column % EXCHANGE_COLUMNS
         written = warpgroup_index * self.of_warpgroup + chunk * self.of_chunk + inside
-        read = warpgroup_index * self.of_chunk + first_row(position) * EXCHANGE_PITCH
+        first = warpgroup_index * self.columns
+        read = first // EXCHANGE_COLUMNS * self.of_chunk + first % EXCHANGE_COLUMNS
+        read += first_row(position) * EXCHANGE_PITCH + first_column(position)
         return (
             stages.exchange + self.aligned(written + first_column(position) * EXCHANGE_PITCH),
-            stages.exchange + even(read + first_column(position)),
+            stages.exchange + even(read),
         )
 
     def exchange_barrier(self, warpgroup_index):
@@ -65,11 +68,11 @@ class RegisterInTurnsConsumer(InTurns, RegisterConsumer):
     def _add(self, view, of_block: cutlass.Constexpr):
         """Adds up what a warp has of the tile's rows: 16 of 64."""
         if view.raw.position.warp < self.spec.tile_m // 16:
-            values = EXCHANGE_COLUMNS // 2
-            for block in range(self.blocks):
+            values, slices = self.columns // 2, self.spec.slices
+            for part in range(self.blocks * slices):
                 for v in range(0, values, 2):
-                    read = view.read + block * of_block
+                    read = view.read + part * of_block // slices
                     pairs = [self.read_pair(read + i * self.of_warpgroup, v) for i in range(2)]
                     for i in range(2):
                         total = (pairs[0][i] + pairs[1][i]) * (1 / self.conversion.unit)
-                        view.acc[block * values + v + i] = total
+                        view.acc[part * values + v + i] = total
