@@ -12,7 +12,13 @@ from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
-from jax_hopper_gemm.gemm.smem import SMEM_LIMIT, barrier_bytes, loaded_bytes, scratch_bytes
+from jax_hopper_gemm.gemm.smem import (
+    SMEM_LIMIT,
+    barrier_bytes,
+    exchange_bytes,
+    loaded_bytes,
+    scratch_bytes,
+)
 from jax_hopper_gemm.gemm.spec import CACHED_OF, GemmSpec
 from jax_hopper_gemm.gemm.tma_box import TmaBox
 
@@ -280,6 +286,14 @@ def test_what_warpgroups_that_convert_in_turns_cannot_do():
             "split_k": True,
         },
         "know no groups of rows": {"tile_m": 64, "grouped": "m", "short_boxes": False},
+        "4 stages do not hold the sums that warpgroups exchange": {
+            "tile_m": 64,
+            "tile_n": 128,
+            "tile_k": 64,
+            "num_stages": 4,
+            "tile_scheduler": "single",
+            "epilogue": STANDARD["gated_silu"],
+        },
         "num_stages 2 is no even number from 4": {"num_stages": 2},
         "num_stages 7 is no even number": {"num_stages": 7},
         "epi_tile_n 64 is not 16, 32 or 64 dividing": {"epi_tile_n": 64},
@@ -290,6 +304,17 @@ def test_what_warpgroups_that_convert_in_turns_cannot_do():
         },
     }.items():
         assert any(reason in text for text in violations(replace(spec, **change))), reason
+
+
+def test_warpgroups_that_take_turns_at_one_tile_exchange_sums_in_the_ring():
+    spec = GemmSpec(
+        "bfloat16", "int4", "bfloat16", "k", "n", 64, 64, 128, num_stages=8, epi_tile_n=16
+    )
+    shared = replace(spec, tile_scheduler="single", cluster_k=4)
+    assert not violations(spec) and not violations(shared)
+    assert exchange_bytes(spec) == 2 * 2 * 64 * (32 + 4) * 4 and exchange_bytes(shared) == 0
+    assert shared.slices == 2  # of 32 columns, 16 of each warpgroup
+    assert shared.slot_bytes == 4 * 64 * 32 * 4
 
 
 def test_shared_memory_adds_barriers_ring_and_epilogue():

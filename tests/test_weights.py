@@ -348,7 +348,11 @@ def test_scales_of_groups_are_multiplied_by_xla_where_rows_are_many(m, dtype, bl
 @pytest.mark.parametrize(
     ("m", "n", "in_turns"),
     [
-        (1, 8192, True), (32, 6144, True), (32, 4096, True), (64, 8192, True), (1, 28672, False),
+        (1, 8192, True),
+        (32, 6144, True),
+        (32, 4096, True),
+        (64, 8192, True),
+        (1, 28672, False),
         (64, 28672, False),
     ],
 )

@@ -327,7 +327,11 @@ CONVERTED_CONFIGS = (
     # The same of few columns: each SM has a tile of them, and all of its K.
     *(
         Config(
-            tile_m, 64, rows * SWIZZLE_BYTES, tile_scheduler="single", short_boxes=True,
+            tile_m,
+            64,
+            rows * SWIZZLE_BYTES,
+            tile_scheduler="single",
+            short_boxes=True,
             evict_first="b",
         )
         for tile_m, rows in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 2))
