@@ -348,14 +348,10 @@ def test_scales_of_groups_are_multiplied_by_xla_where_rows_are_many(m, dtype, bl
 @pytest.mark.parametrize(
     ("m", "n", "in_turns"),
     [
-        (1, 8192, True),
-        (32, 6144, True),
-        (32, 4096, True),
-        (64, 8192, True),
-        (1, 28672, False),
+        (1, 8192, True), (32, 6144, True), (32, 4096, True), (64, 8192, True), (1, 28672, False),
         (64, 28672, False),
     ],
-)
+)  # fmt: skip
 def test_warpgroups_take_turns_where_each_sm_has_a_tile_of_few_rows_or_part_of_its_k(
     m, n, in_turns
 ):

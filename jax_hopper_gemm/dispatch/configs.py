@@ -326,15 +326,9 @@ CONVERTED_CONFIGS = (
     *_FEW_ROWS,
     # The same of few columns: each SM has a tile of them, and all of its K.
     *(
-        Config(
-            tile_m,
-            64,
-            rows * SWIZZLE_BYTES,
-            tile_scheduler="single",
-            short_boxes=True,
-            evict_first="b",
-        )
+        replace(config, evict_first="b")
         for tile_m, rows in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 2))
+        for config in _along_k(tile_m, 64, rows, 1)
     ),
     Config(64, 128, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
     Config(64, 256, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
