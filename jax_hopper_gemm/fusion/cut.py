@@ -226,7 +226,7 @@ class _Cut:
             value, dtype = op_table.as_number(self._builder, value), "bfloat16"
             self._arranged.add("convert_element_type")
         elif dtype == "float32":
-            entry = self._builder.entry(value)
+            entry = self._builder.entries[value]
             if isinstance(entry, Node) and entry.op == "convert":
                 dtype = entry.params[0]
         value = self._before_rounding(value, dtype)
@@ -243,7 +243,7 @@ class _Cut:
 
     def _before_rounding(self, value: int, dtype: str) -> int:
         """Returns the value that storing as `dtype` rounds to `value`."""
-        match self._builder.entry(value):
+        match self._builder.entries[value]:
             case Node("convert", (x,), (own,)) if own == dtype:
                 return x
         return value
