@@ -101,8 +101,7 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, options: Optio
     if not rows:
         return _matmul(x, w, options)
     half = rows // 2 if count > 1 else 0
-    streams = [(start, size, step) for start, size, step in ((0, half, 1), (half, rows - half, -1))
-               if size]  # fmt: skip
+    streams = [x for x in ((0, half, 1), (half, rows - half, -1)) if x[1]]  # start, size, step
     sums: list[Any] = [None] * len(streams)
     for hop in range(1, count + 1):
         for i, (start, size, step) in enumerate(streams):

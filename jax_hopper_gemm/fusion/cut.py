@@ -226,7 +226,7 @@ class _Cut:
             value, dtype = op_table.as_number(self._builder, value), "bfloat16"
             self._arranged.add("convert_element_type")
         elif dtype == "float32":
-            entry = self._builder.entry(value)
+            entry = self._builder.entries[value]
             if isinstance(entry, Node) and entry.op == "convert":
                 dtype = entry.params[0]
         value = self._before_rounding(value, dtype)
@@ -243,7 +243,7 @@ class _Cut:
 
     def _before_rounding(self, value: int, dtype: str) -> int:
         """Returns the value that storing as `dtype` rounds to `value`."""
-        match self._builder.entry(value):
+        match self._builder.entries[value]:
             case Node("convert", (x,), (own,)) if own == dtype:
                 return x
         return value
@@ -270,11 +270,9 @@ class _Cut:
             self._evaluate(tracker.producers[atom])
 
     def _is_stored(self, variable: Variable, value: int) -> bool:
-        if not self._tracker.may_store(variable):
-            return False
-        if not self._from_accumulators or variable not in self._tracker.producers:
-            return True
-        return value < self._builder.num_accumulators
+        late = not self._from_accumulators or variable not in self._tracker.producers
+        accumulator = value < self._builder.num_accumulators
+        return (late or accumulator) and self._tracker.may_store(variable)
 
     def _evaluate(self, equation: Equation) -> None:
         if equation in self._run:

@@ -29,7 +29,7 @@ class Builder:
     """Values under construction; a value is its number here."""
 
     def __init__(self, num_accumulators: int, out: str):
-        self._entries: list[Leaf | Node] = []
+        self.entries: list[Leaf | Node] = []  # by value
         self._numbers: dict[Leaf | Node, int] = {}
         self._letters: list[frozenset[str]] = []
         self.num_accumulators = num_accumulators
@@ -39,9 +39,6 @@ class Builder:
     def letters(self, value: int) -> frozenset[str]:
         """Returns the letters of D that a value varies along."""
         return self._letters[value]
-
-    def entry(self, value: int) -> Leaf | Node:
-        return self._entries[value]
 
     def operand(self, leaf: Leaf) -> int:
         return self._add(leaf, frozenset(leaf.labels))
@@ -65,7 +62,7 @@ class Builder:
 
     def constant_of(self, value: int) -> float | bool | None:
         """Returns the number or truth value of a constant, None for other values."""
-        match self._entries[value]:
+        match self.entries[value]:
             case Node("constant", _, (number,)):
                 return number
             case Node("true"):
@@ -88,10 +85,10 @@ class Builder:
         Operands are in the order of the function's.
         """
         used = {result.value for result in results}
-        for value, entry in reversed([*enumerate(self._entries)]):  # they read earlier ones alone
+        for value, entry in reversed([*enumerate(self.entries)]):  # they read earlier ones alone
             if value in used and isinstance(entry, Node):
                 used.update(entry.args)
-        entries = [(value, self._entries[value]) for value in sorted(used)]
+        entries = [(value, self.entries[value]) for value in sorted(used)]
         leaves = [(v, x) for v, x in entries if isinstance(x, Leaf) and x.operand]
         leaves.sort(key=lambda pair: (pair[1].index, pair[1].labels, pair[0]))
         nodes = [(v, x) for v, x in entries if isinstance(x, Node)]
@@ -111,8 +108,8 @@ class Builder:
 
     def _add(self, entry: Leaf | Node, letters: frozenset[str]) -> int:
         if entry not in self._numbers:
-            self._numbers[entry] = len(self._entries)
-            self._entries.append(entry)
+            self._numbers[entry] = len(self.entries)
+            self.entries.append(entry)
             self._letters.append(letters)
         return self._numbers[entry]
 
@@ -142,7 +139,7 @@ class Builder:
             case ("not", _, (bool(value),)):
                 return self.constant(not value)
             case ("neg" | "not", (x,), _):
-                entry = self._entries[x]
+                entry = self.entries[x]
                 if isinstance(entry, Node) and entry.op == op:
                     return entry.args[0]
             case ("convert", (x,), _) if self._representable(x, params[0]):
@@ -157,7 +154,7 @@ class Builder:
 
     def _representable(self, value: int, dtype: str) -> bool:
         """Whether rounding a value to `dtype` surely changes nothing."""
-        match self._entries[value]:
+        match self.entries[value]:
             case Node("convert", _, (own,)):
                 return own == dtype
             case Node("neg" | "abs", (x,)):

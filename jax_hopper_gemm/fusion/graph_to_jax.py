@@ -13,13 +13,8 @@ from ..gemm.epilogue_graph import EpilogueGraph, Node, Result
 
 Reduce = Callable[[jax.Array, Iterable[str], Literal["add", "max"]], jax.Array]
 
-_NAMES: dict[str, Callable[..., Any]] = {
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-    "xor": lax.bitwise_xor,
-    "not": lax.bitwise_not,
-    "select": lax.select,
-}  # those that `jax.lax` calls otherwise
+# Operations that `jax.lax` has by another name.
+_NAMES = {name: f"bitwise_{name}" for name in ("and", "or", "xor", "not")}
 
 
 def evaluate(
@@ -92,7 +87,7 @@ class _Evaluation:
                 x = jnp.broadcast_to(arguments[0], tuple(extents.values()))
                 by = "add" if node.op == "row_sum" else "max"
                 return lax.expand_dims(self._over(x, self._n, by), self._axes(self._n))
-        function = _NAMES.get(node.op) or getattr(lax, node.op)
+        function = getattr(lax, _NAMES.get(node.op, node.op))
         return function(*jnp.broadcast_arrays(*arguments))
 
     def result(self, result: Result, values: list[Any]) -> list[Any]:

@@ -85,10 +85,9 @@ def spliced(equation: Any, closed: ClosedJaxpr, source: bool = True) -> list[Any
 
 def without_lines(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a function whose equations have no lines of source, to be lowered in many places."""
-    infos = [equation.source_info for equation in closed.jaxpr.eqns]
     equations = [
-        equation.replace(source_info=type(info)(None, info.name_stack))
-        for equation, info in zip(closed.jaxpr.eqns, infos, strict=True)
+        x.replace(source_info=type(x.source_info)(None, x.source_info.name_stack))
+        for x in closed.jaxpr.eqns
     ]
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
 
@@ -99,14 +98,10 @@ def lowered(closed: ClosedJaxpr) -> ClosedJaxpr:
     return traced(jaxpr_as_fun(closed), *closed.in_avals, lower=True)
 
 
+@memoised
 def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> ClosedJaxpr:
     """Returns the jaxpr of a function of arrays and parameters: one for equal arguments."""
-    return _traced_once(function, avals, tuple(params), *params.values())
-
-
-@memoised
-def _traced_once(function: Any, avals: Any, names: Any, *values: Any) -> ClosedJaxpr:
-    return traced(partial(function, **dict(zip(names, values, strict=True))), *avals)
+    return traced(partial(function, **params), *avals)
 
 
 def in_place_of(equation: Any, function: Callable[..., Any], **params: Any) -> list[Any]:

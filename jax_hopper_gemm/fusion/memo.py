@@ -51,19 +51,20 @@ def trace_context() -> object:
 def memoised(function: Function) -> Function:
     """Remembers what a function of jaxprs, abstract values and plain data returned.
 
-    Lists among the arguments, which are positional, are taken as tuples. A call with a jaxpr that
-    holds arrays is not remembered. The function has no effects, and nobody changes what it returns.
+    Lists among the arguments are taken as tuples. A call with a jaxpr that holds arrays is not
+    remembered. The function has no effects, and nobody changes what it returns.
     """
 
     @wraps(function)
-    def call(*args: Any) -> Any:
-        for x in args:
+    def call(*args: Any, **named: Any) -> Any:
+        for x in (*args, *named.values()):
             if getattr(x, "consts", ()):
-                return function(*args)
+                return function(*args, **named)
         memories = _context(_KEY).memories
         if function not in memories:
             memories.setdefault(function, lru_cache(maxsize=ENTRIES)(function))
-        return memories[function](*[tuple(x) if isinstance(x, list) else x for x in args])
+        named = {name: tuple(x) if isinstance(x, list) else x for name, x in named.items()}
+        return memories[function](*[tuple(x) if isinstance(x, list) else x for x in args], **named)
 
     return cast(Function, call)
 

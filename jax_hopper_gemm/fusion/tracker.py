@@ -116,9 +116,8 @@ class Tracker:
             except Uncovered as reason:
                 names = (str(reason), equation.name)
                 self.uncovered.update((v, names) for v in equation.outputs)
-        for variable in equation.outputs:
-            if equation.name == "reduce_sum" and not self.grouped:
-                self._note_sum_of_exp(equation, variable)
+        if equation.name == "reduce_sum" and not self.grouped:
+            self._note_sum_of_exp(equation, *equation.outputs)
 
     def _without_units(self, axes: Axes, variable: Variable) -> Axes:
         """Returns axes with None for dimensions of extent 1."""

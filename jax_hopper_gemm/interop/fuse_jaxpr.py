@@ -117,15 +117,10 @@ class _Launches:
 
     def absent(self) -> set[int]:
         """Returns the numbers of products that no kernel runs, whatever follows them."""
-        runs: dict[Any, bool] = {}  # of products that are alike
-        absent: set[int] = set()
-        for number, equation in enumerate(self._equations):
-            if equation.primitive in PRODUCTS:
-                if (asked := _asked(equation)) not in runs:
-                    runs[asked] = _runs(equation)
-                if not runs[asked]:
-                    absent.add(number)
-        return absent
+        products = {i: x for i, x in enumerate(self._equations) if x.primitive in PRODUCTS}
+        alike = {_asked(x): x for x in products.values()}
+        runs = {asked: _runs(x) for asked, x in alike.items()}
+        return {i for i, x in products.items() if not runs[_asked(x)]}
 
     def of(self, region: Region) -> tuple[Any, Refusal | None]:
         """Returns the equation of a region, and why none should stand for it, or None."""

@@ -16,7 +16,7 @@ One GPU finds the rows of each sum by a sort, and reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -32,13 +32,11 @@ LEAST_SHARE = 256  # of cotangents, for each row of it
 LEAST_ROW, LEAST_MOVED = 64, 2**20  # elements of a row, and of all that are put back in order
 
 
-def without_scatters(equations: Iterable[Any]) -> list[Any]:
+def without_scatters(equations: Sequence[Any]) -> list[Any]:
     """Returns the equations; instead of scatters into zeros what computes the same faster."""
     new: list[Any] = []
-    zeros: set[Any] = set()
+    zeros = {x for equation in equations if _is_zero(equation) for x in equation.outvars}
     for equation in equations:
-        if _is_zero(equation):
-            zeros.update(equation.outvars)
         adds = equation.primitive is lax.scatter_add_p
         to_zeros = adds and not zeros.isdisjoint(variables(equation.invars[:1]))
         if to_zeros and (function := _faster(equation)):

@@ -77,12 +77,8 @@ def _member(number: int, equation: Any) -> _Member | None:
     params: dict[str, Any] = equation.params
     product: Product = params["product"]
     epilogue: ClosedJaxpr | None = params.get("jaxpr")
-    if (
-        params.get("num_b", 1) > 1
-        or product.gate_up
-        or product.groups
-        or (epilogue and epilogue.consts)
-    ):
+    gated = params.get("num_b", 1) > 1 or product.gate_up
+    if gated or product.groups or (epilogue and epilogue.consts):
         return None
     options, subscripts = product.options, product.subscripts
     lhs, rhs, *operands = equation.invars

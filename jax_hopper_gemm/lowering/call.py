@@ -290,9 +290,9 @@ def launches_in(module: Any) -> list[Launch]:
 
 def custom_calls(module: Any, target: str) -> Iterator[Any]:
     for operation in _operations(module.operation):
-        if operation.name == "stablehlo.custom_call":
-            if operation.attributes["call_target_name"].value == target:
-                yield operation
+        is_call = operation.name == "stablehlo.custom_call"
+        if is_call and operation.attributes["call_target_name"].value == target:
+            yield operation
 
 
 def _operations(operation: Any) -> Iterator[Any]:

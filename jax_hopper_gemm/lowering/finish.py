@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,9 +23,8 @@ def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list
         if result.kind == "matrix":
             finished.append(array)
             continue
-        in_order = request.options.batch_invariant
-        parts: Sequence[jax.Array] | jax.Array = finish_partials(result, array, in_order=in_order)
-        parts = parts if isinstance(parts, tuple | list) else (parts,)
+        found = finish_partials(result, array, in_order=request.options.batch_invariant)
+        parts = found if isinstance(found, tuple) else (found,)
         finished += [_shaped(request, route, result, part) for part in parts]
     return route.fusion.finish(*finished, *arrays[len(whole) :])
 

@@ -182,9 +182,8 @@ def grouped_mlp(
 
 def _weights(op: str, gate_up: Any, down: Any) -> tuple[tuple[Any, ...], Any]:
     """Returns gate and up, or what holds both, in a tuple, and down; all checked."""
-    named = {"gate_up": gate_up}
-    if isinstance(gate_up, tuple | list):
-        named = {f"gate_up[{i}]": x for i, x in enumerate(gate_up)}
+    pair = isinstance(gate_up, tuple | list)
+    named = {f"gate_up[{i}]": x for i, x in enumerate(gate_up)} if pair else {"gate_up": gate_up}
     named = {name: as_quantized(op, name, x) for name, x in (named | {"down": down}).items()}
     arrays = as_jax(op, **{name: x for name, x in named.items() if not is_quantized(x)})
     *rights, down = (x if is_quantized(x) else arrays.pop(0) for x in named.values())

@@ -217,18 +217,12 @@ class MoE(nn.Module):
             "router", self.router_init or self.kernel_init, (into[0], self.num_experts),
             self.param_dtype,
         )  # fmt: skip
-        of_experts = partial(_of_experts, self.kernel_init, self.num_experts, self.expert_axis)
-        if self.stacked:
-            gate_up = (self.param("gate_up", _pair_of(of_experts), into, self.param_dtype),)
-        else:
-            gate_up = tuple(
-                self.param(name, of_experts, into, self.param_dtype) for name in ("gate", "up")
-            )
-        down_init = self.down_kernel_init or self.kernel_init
-        down = self.param(
-            "down", partial(_of_experts, down_init, self.num_experts, self.expert_axis),
-            into[::-1], self.param_dtype,
-        )  # fmt: skip
+        of_experts = partial(_of_experts, self.num_experts, self.expert_axis)
+        init = partial(of_experts, self.kernel_init)
+        down_init = partial(of_experts, self.down_kernel_init or self.kernel_init)
+        inits = {"gate_up": _pair_of(init)} if self.stacked else {"gate": init, "up": init}
+        gate_up = tuple(self.param(x, inits[x], into, self.param_dtype) for x in inits)
+        down = self.param("down", down_init, into[::-1], self.param_dtype)
         bias = None
         if self.use_selection_bias:
             zeros = partial(jnp.zeros, self.num_experts, jnp.float32)
@@ -241,7 +235,7 @@ class MoE(nn.Module):
 
 
 def _of_experts(
-    init: Any, experts: int, expert_axis: str | None, key: Any, shape: Any, dtype: Any
+    experts: int, expert_axis: str | None, init: Any, key: Any, shape: Any, dtype: Any
 ) -> Any:
     parameter = initial_experts(init, experts, key, shape=shape, dtype=dtype)
     if isinstance(parameter, meta.AxisMetadata):

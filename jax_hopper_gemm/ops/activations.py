@@ -24,28 +24,15 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "celu": jax.nn.celu,
-    "elu": jax.nn.elu,
-    "gelu": jax.nn.gelu,
-    "gelu_exact": gelu_exact,
-    "hard_sigmoid": jax.nn.hard_sigmoid,
-    "hard_swish": jax.nn.hard_swish,
-    "hard_tanh": jax.nn.hard_tanh,
-    "identity": identity,
-    "leaky_relu": jax.nn.leaky_relu,
-    "mish": jax.nn.mish,
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "relu_squared": relu_squared,
-    "selu": jax.nn.selu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "softplus": jax.nn.softplus,
+_OF_JAX = (
+    "celu", "elu", "gelu", "hard_sigmoid", "hard_swish", "hard_tanh", "leaky_relu", "mish", "relu",
+    "relu6", "selu", "sigmoid", "silu", "softplus", "swish", "tanh",
+)  # fmt: skip
+_FUNCTIONS: dict[str, Activation] = {name: getattr(jax.nn, name) for name in _OF_JAX} | {
+    "gelu_exact": gelu_exact, "identity": identity, "relu_squared": relu_squared,
     "softsign": jax.nn.soft_sign,
-    "swish": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
+}  # fmt: skip
+ACTIVATIONS = dict(sorted(_FUNCTIONS.items()))  # in the order of messages
 
 
 def activation_function(activation: Any) -> Activation | None:

@@ -90,8 +90,7 @@ def matmul(
         function that ran does; but in float16 arguments under 2**-25 count as 0.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
         `Precision` changes nothing on our kernels; of 8-bit floats any but the default adds up in
-        float32 each 128 of K. An algorithm that does not accumulate in
-        float32 goes to XLA.
+        float32 each 128 of K. An algorithm that does not accumulate in float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands; of two `Quantized` ones float32. An epilogue with several results takes a
         tuple, too, of one dtype each, or None for what it has.

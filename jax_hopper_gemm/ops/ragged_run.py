@@ -32,12 +32,7 @@ from ..primitives.ragged_dot import hopper_ragged_dot
 from ..primitives.rows import pick_rows
 from .dense import dot_general
 from .dense_run import INLINE
-from .ragged_axes import (
-    RaggedAxes,
-    partitions,
-    sharding_of_product,
-    shardings_of_results,
-)
+from .ragged_axes import RaggedAxes, partitions, sharding_of_product, shardings_of_results
 from .settled import Settled, settled
 from .steps import Gate, Steps, result_dtypes, traced, with_range
 

@@ -57,8 +57,7 @@ def hopper_equations(
     absorbed = {id(transpose) for steps in transposes.values() for transpose in steps}
 
     def options_of(equation: Any) -> Options:
-        recipe = recipe_of(equation) if recipe_of else options.recipe
-        return options if recipe == options.recipe else replace(options, recipe=recipe)
+        return replace(options, recipe=recipe_of(equation)) if recipe_of else options
 
     return [
         as_hopper_dot(equation, options_of(equation), transposes[equation.outvars[0]])

@@ -116,12 +116,10 @@ class _Whole:
 
     def choices(self, letter: str) -> list[Axes]:
         """Returns a letter's axes in each array and none, each cut to what divides the extent."""
-        found: dict[Axes, None] = {}
-        for axes in (known.get(letter, ()) for known in self.outside):
-            for length in range(len(axes), 0, -1):
-                if self.extents[letter] % self.mesh.count(axes[:length]) == 0:
-                    found[axes[:length]] = None
-        return [*found, ()]
+        known = (axes.get(letter, ()) for axes in self.outside)
+        cut = (axes[:length] for axes in known for length in range(len(axes), 0, -1))
+        dividing = (axes for axes in cut if self.extents[letter] % self.mesh.count(axes) == 0)
+        return [*dict.fromkeys(dividing), ()]
 
     def reduced(self, axes: dict[str, Axes], wanted: dict[str, Axes]) -> Shard:
         """Returns the shard whose sum over devices lies as `wanted` as far as it can."""

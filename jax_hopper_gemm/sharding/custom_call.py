@@ -216,12 +216,10 @@ def _answer(
     try:
         return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
     except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
+        wholes = [jax.ShapeDtypeStruct(*x) for x in arrays[: len(operands)]]
         whole, part = (
-            " and ".join(f"{x.dtype}{list(x.shape)}" for x in found)
-            for found in (
-                [jax.ShapeDtypeStruct(*x) for x in arrays[: len(operands)]], operands,
-            )
-        )  # fmt: skip
+            " and ".join(f"{x.dtype}{list(x.shape)}" for x in found) for found in (wholes, operands)
+        )
         raise NotImplementedError(
             f"{error}\nIt is one device's shard: {part} of {whole}. Shard another dimension, or "
             "over fewer devices; with implementation=None XLA runs what no kernel can."

@@ -49,9 +49,8 @@ def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None
     """jax's own Hopper kernel, in the best of three configurations; whole tiles only."""
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as mgpu
 
-    if problem.l > 1 or shapes.layout_name(problem) != "MK,KN":
-        return None
-    if problem.d_dtype != problem.a_dtype:
+    converts = problem.d_dtype != problem.a_dtype
+    if problem.l > 1 or converts or shapes.layout_name(problem) != "MK,KN":
         return None
     rows, columns = mgpu.MatmulDimension.M, mgpu.MatmulDimension.N
     functions = {}

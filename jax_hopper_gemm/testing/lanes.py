@@ -23,18 +23,12 @@ class NumpyLanes:
     """The operations that `gemm.group_search` asks of a warp's lanes, on ints and arrays of 32."""
 
     lane: Any = np.arange(LANES)
+    minimum: Any = staticmethod(np.minimum)  # of a and b
+    maximum: Any = staticmethod(np.maximum)
+    where: Any = staticmethod(np.where)  # of a condition, a and b
 
     def integer(self, value: int) -> Any:
         return value
-
-    def minimum(self, a: Any, b: Any) -> Any:
-        return np.minimum(a, b)
-
-    def maximum(self, a: Any, b: Any) -> Any:
-        return np.maximum(a, b)
-
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
-        return np.where(condition, a, b)
 
     def prefix_sum(self, value: Any) -> Any:
         """Returns the sum over this lane and those before it."""

@@ -88,9 +88,8 @@ def format_row(row: Row) -> str:
         value = row.ratio(name)
         return "-" if value is None else f"{value:.3f}"
 
-    spread = "-"
-    if "hopper" in row.timings:
-        spread = "{:.1f}-{:.1f}".format(*row.timings["hopper"].quartiles)
+    ours = row.timings.get("hopper")
+    spread = "{:.1f}-{:.1f}".format(*ours.quartiles) if ours else "-"
     others = "".join(f"  {n} {median(n)} us" for n in row.timings if n not in IN_TABLE)
     runs = row.kernel if row.auto == row.kernel else f"{row.kernel or '-'} (auto: {row.auto})"
     return (

@@ -16,13 +16,15 @@ def subplots(rows: int, columns: int, size: tuple[float, float], **options: Any)
     return pyplot.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
-def cell(axis: Any, x: float, y: float, colour: Any, text: str = "", bold: bool = False) -> None:
+def rectangle(axis: Any, x: float, y: float, width: float, height: float, **style: Any) -> None:
     from matplotlib.patches import Rectangle
 
-    edge, width = ("#d62828", 2.5) if bold else ("white", 0.6)
-    axis.add_patch(
-        Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=edge, linewidth=width, zorder=1 + bold)
-    )
+    axis.add_patch(Rectangle((x, y), width, height, **style))
+
+
+def cell(axis: Any, x: float, y: float, colour: Any, text: str = "", bold: bool = False) -> None:
+    edge, line = ("#d62828", 2.5) if bold else ("white", 0.6)
+    rectangle(axis, x, y, 1, 1, facecolor=colour, edgecolor=edge, linewidth=line, zorder=1 + bold)
     if text:
         axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7, zorder=3)
 

@@ -93,8 +93,7 @@ def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) ->
                 in_matrix = row < 8 and chunk == 0
                 if in_matrix:
                     matrix.append(offset)
-                colour = plain_colour(chunk)
-                cell(axis, x, y, colour, f"r{row} c{chunk}", bold=in_matrix)
+                cell(axis, x, y, plain_colour(chunk), f"r{row} c{chunk}", bold=in_matrix)
         busiest = bank_conflicts(matrix, CHUNK)
         name = f"{swizzle}-byte swizzle" if width == swizzle else "no swizzle"
         axis.set_title(f"{name}: {busiest} access{'es' if busiest > 1 else ''} to the busiest bank")

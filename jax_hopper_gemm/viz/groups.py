@@ -14,7 +14,7 @@ from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from ..launch.plan import make_plan
 from ..testing.lanes import WARP, group_tiles
-from .canvas import cell, frame, plain_colour, subplots
+from .canvas import cell, frame, plain_colour, rectangle, subplots
 from .fragments import ROWS
 
 OF_NO_GROUP = "#6c757d"
@@ -184,8 +184,6 @@ def _tops(
 
 
 def _draw_tile(axis: Any, tile: GroupedTile, spec: GemmSpec, top: int) -> None:
-    from matplotlib.patches import Rectangle
-
     edge: dict[str, Any] = {"edgecolor": "#777777", "linewidth": 0.7}
     multiplied = tile.blocks * ROWS
     parts: list[tuple[int, int, dict[str, Any]]] = [
@@ -195,7 +193,7 @@ def _draw_tile(axis: Any, tile: GroupedTile, spec: GemmSpec, top: int) -> None:
     ]
     for first, last, style in parts:
         if last > first:
-            axis.add_patch(Rectangle((tile.n, top + first), 0.94, last - first, **style))
+            rectangle(axis, tile.n, top + first, 0.94, last - first, **style)
     fits = tile.rows >= LINE_OF_TEXT
     axis.text(
         tile.n + 0.47, top + (tile.rows if fits else ROWS) / 2, str(tile.cta),
@@ -255,8 +253,7 @@ def draw_group_order(
         )  # fmt: skip
         tiles = list(group_tiles(raster, [tiles_m], 1, count()))
         for i, tile in enumerate(tiles):
-            colour = plain_colour(i // together)
-            cell(axis, tile.n, tile.m, colour, str(i), bold=i < together)
+            cell(axis, tile.n, tile.m, plain_colour(i // together), str(i), bold=i < together)
         axis.plot(
             [tile.n + 0.5 for tile in tiles], [tile.m + 0.5 for tile in tiles],
             color="#555555", linewidth=0.8, alpha=0.4,

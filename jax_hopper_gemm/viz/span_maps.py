@@ -11,7 +11,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from ..launch.plan import TensorMap, make_plan
-from .canvas import subplots
+from .canvas import rectangle, subplots
 
 ADDRESSES = 2**64
 
@@ -61,8 +61,6 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
 
     The second and third coordinates are those of every row, so they are said once, on top.
     """
-    from matplotlib.patches import Rectangle
-
     box_rows = clipped_rows(span_map, first, end, rows)
     first_extent, *others = map(_by_extent, span_map.dims[1:])
     heads = (
@@ -72,9 +70,7 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
     figure, axis = subplots(1, 1, (8.5, 1.3 + 0.32 * len(box_rows)))
     for y, row in enumerate(box_rows):
         colour, hatch = ("#95d5b2", None) if row.inside else ("white", "///")
-        axis.add_patch(
-            Rectangle((0, y), len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
-        )
+        rectangle(axis, 0, y, len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
         copied = "yes" if row.inside else "no, clipped"
         texts = [str(row.row), _by_extent(row.coordinates[0]), str(row.address), copied]
         for x, text in enumerate(texts):

@@ -36,25 +36,16 @@ def _matmul_problems(a: Any, b: Any) -> list[str]:
     ]
     if scalars:
         return scalars
-    a_shape, b_shape, problems = np.shape(a), np.shape(b), []
-
-    def operands() -> str:
-        return f"a is {describe(a)}, b is {describe(b)}"
-
+    a_shape, b_shape, found = np.shape(a), np.shape(b), []
     k_a, k_b = a_shape[-1], b_shape[max(len(b_shape) - 2, 0)]
     if differ(k_a, k_b):
-        hint = ""
-        if len(a_shape) == len(b_shape) == 2 and not differ(k_a, b_shape[1]):
-            hint = (
-                ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
-            )
-        problems.append(f"K differs: {operands()}{hint}")
+        hint = ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
+        transposed = len(a_shape) == len(b_shape) == 2 and not differ(k_a, b_shape[1])
+        found.append(("K differs", hint if transposed else ""))
     batches = zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False)
     if any(differ(x, y) and 1 not in (x, y) for x, y in batches):
-        problems.append(
-            f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {operands()}"
-        )
-    return problems
+        found.append((f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast", ""))
+    return [f"{what}: a is {describe(a)}, b is {describe(b)}{hint}" for what, hint in found]
 
 
 def _matmul_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -75,9 +66,8 @@ def _broadcasting_problems(shape: tuple[Any, ...], terms: Mapping[str, Any]) -> 
             differ(x, y) and x != 1 for x, y in zip(reversed(own), reversed(shape), strict=False)
         )
         if not fits:
-            hint = ""
-            if len(own) == 1 and len(shape) > 1 and own[0] == shape[-2]:
-                hint = f". Is it one value a row? Pass {name}[:, None]"
+            for_rows = len(own) == 1 and len(shape) > 1 and own[0] == shape[-2]
+            hint = f". Is it one value a row? Pass {name}[:, None]" if for_rows else ""
             problems.append(
                 f"{name} is {describe(terms[name])}, which does not broadcast to the result's "
                 f"shape {shape}{hint}"

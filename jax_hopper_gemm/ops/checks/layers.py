@@ -156,11 +156,10 @@ def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
                 f"gate and up are {each_text(rights)}, expected equal (experts, features, hidden)"
             )
     elif rights[0].ndim != 4 or rights[0].shape[2] != 2:
-        hint = ""
-        if rights[0].ndim == 3:
-            hint = ". Gate and up side by side? Pass gate_up.reshape(E, D, 2, F)"
+        hint = ". Gate and up side by side? Pass gate_up.reshape(E, D, 2, F)"
         problems.append(
-            f"gate_up is {describe(rights[0])}, expected (experts, features, 2, hidden){hint}"
+            f"gate_up is {describe(rights[0])}, expected (experts, features, 2, hidden)"
+            f"{hint if rights[0].ndim == 3 else ''}"
         )
     if problems:
         return problems

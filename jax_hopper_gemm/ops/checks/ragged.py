@@ -37,19 +37,17 @@ def check_ragged_dot(
 ) -> None:
     """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
     op, misshapen, problems, sizes = "ragged_dot", [], [], groups.sizes
-    for name, x, expected in (
-        ("lhs", lhs, ("M", "K")), ("rhs", rhs, ("G", "K", "N")), ("group_sizes", sizes, ("G",)),
+    for name, x, rank, expected in (
+        ("lhs", lhs, 2, "(M, K)"), ("rhs", rhs, 3, "(G, K, N)"), ("group_sizes", sizes, 1, "(G,)"),
     ):  # fmt: skip
-        if np.ndim(x) != len(expected):
-            text = f"({expected[0]},)" if len(expected) == 1 else f"({', '.join(expected)})"
-            hint = ": other axes are ragged_dot_general's" if np.ndim(x) > len(expected) else ""
-            misshapen.append(f"{name} is {describe(x)}, expected {text}{hint}")
+        if np.ndim(x) != rank:
+            hint = ": other axes are ragged_dot_general's" if np.ndim(x) > rank else ""
+            misshapen.append(f"{name} is {describe(x)}, expected {expected}{hint}")
     if not misshapen:
         k = np.shape(lhs)[1]
         if differ(k, np.shape(rhs)[1]):
-            hint = ""
-            if not differ(k, np.shape(rhs)[2]):
-                hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
+            hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
+            hint = "" if differ(k, np.shape(rhs)[2]) else hint
             misshapen.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
         misshapen += group_problems(np.shape(rhs)[0], rhs, groups)
         if bias is not None:

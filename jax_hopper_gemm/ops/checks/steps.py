@@ -89,9 +89,8 @@ def results(op: str, out: Any) -> tuple[Any, ...]:
     arrays = out if isinstance(out, tuple) else (out,)
     wrong = [type(x).__name__ for x in arrays if not is_array(x)]
     if not arrays or wrong:
-        got = "an empty tuple" if not arrays else f"a {wrong[0]}"
-        if arrays and isinstance(out, tuple):
-            got = f"a tuple with a {wrong[0]}"
+        got = f"a {wrong[0]}" if wrong else "an empty tuple"
+        got = f"a tuple with {got}" if wrong and isinstance(out, tuple) else got
         hint = ". Has it a return statement?" if out is None else ""
         raise TypeError(
             f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
