@@ -270,9 +270,11 @@ class _Cut:
             self._evaluate(tracker.producers[atom])
 
     def _is_stored(self, variable: Variable, value: int) -> bool:
-        late = not self._from_accumulators or variable not in self._tracker.producers
-        accumulator = value < self._builder.num_accumulators
-        return (late or accumulator) and self._tracker.may_store(variable)
+        if not self._tracker.may_store(variable):
+            return False
+        if not self._from_accumulators or variable not in self._tracker.producers:
+            return True
+        return value < self._builder.num_accumulators
 
     def _evaluate(self, equation: Equation) -> None:
         if equation in self._run:
