@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.policies import block_specs, converted_specs, covering_specs, parts_specs
+from support.policies import (
+    block_specs,
+    cluster_k_specs,
+    converted_specs,
+    covering_specs,
+    parts_specs,
+)
 from support.program_inspection import run_fresh
 
 from jax_hopper_gemm import viz
@@ -43,7 +49,13 @@ KERNELS = {
 PROBLEM = GemmProblem.dense(2048, 8192, 1024)
 
 
-DRAWN = (*block_specs()[:4], *converted_specs()[:6], *parts_specs()[:2], *covering_specs()[:20])
+DRAWN = (
+    *block_specs()[:4],
+    *converted_specs()[:6],
+    *parts_specs()[:2],
+    *covering_specs()[:20],
+    *cluster_k_specs()[:2],
+)
 
 
 @pytest.mark.parametrize("spec", [*KERNELS.values(), *DRAWN], ids=lambda s: s.name)
