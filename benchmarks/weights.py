@@ -26,10 +26,9 @@ from survey import ranked
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.dispatch.candidates import model_specs
+from jax_hopper_gemm.dispatch.candidates import considered_specs
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -76,9 +75,7 @@ def problem_of(m: int, n: int, k: int, kind: str) -> GemmProblem:
 def candidates(problem: GemmProblem, count: int) -> Iterator[tuple[GemmSpec, float]]:
     """Yields the kernels of least expected cost, of each tile at most two, and their costs, us."""
     tiles: dict[tuple[int, ...], int] = {}
-    for ns, spec in ranked(problem, dispatch.H200, model_specs(ProblemType.of(problem)))[
-        : 4 * count
-    ]:
+    for ns, spec in ranked(problem, dispatch.H200, considered_specs(problem))[: 4 * count]:
         tile = spec.tile_m, spec.tile_n, spec.tile_k
         tiles[tile] = tiles.get(tile, 0) + 1
         if tiles[tile] <= 2 and count > 0:

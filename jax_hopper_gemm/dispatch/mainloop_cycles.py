@@ -39,10 +39,10 @@ LINES_APART_ROWS = 512
 # Fitted over 352 kernels of 27 products with epilogues: from asking for a stage of operands to the
 # end of its multiplication, on a busy chip. A ring of n stages takes in no more than n of them in
 # that time. Where warpgroups take k-tiles in turns, each takes longer: fitted over 240 products of
-# 1 to 32 rows on an H200, whose kernels of least cost then took 1.001 of the fastest one's time in
-# the mean and 1.12 at most; by the other number 1.016 and 1.30. Those are k-tiles of so many bytes
-# of B, converted; others take it in proportion (of 84 narrow products 0.6 % for 1.4 % from the
-# fastest).
+# 1 to 32 rows on an H200, whose kernels of least cost took 1.001 of the fastest one's time in the
+# mean with 4,400 and 1.016 with the other number; fitted anew to 191 products of 1 to 64 rows,
+# 1.007 for 1.008. Those are k-tiles of so many bytes of B, converted; others take it in proportion
+# (of 84 narrow products 0.6 % for 1.4 % from the fastest).
 RING_CYCLES, RING_CYCLES_IN_TURNS, BYTES_IN_TURNS = 2400.0, 5000.0, 2**15
 
 # Fitted over 25 kernels on 6 products of 8 bits, which then err by 4 % (rms): cycles of a k-tile

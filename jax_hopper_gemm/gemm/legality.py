@@ -15,7 +15,7 @@ from .conversion import BLOCK
 from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
-from .smem import EPI_TILE_M, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes, exchanged_bytes
+from .smem import EPI_TILE_M, SMEM_BARRIERS, SMEM_LIMIT, barrier_bytes, sums_in_exchange
 from .spec import PROMOTION_K, GemmSpec, TileScheduler, WarpSchedule
 from .tma_box import SWIZZLE_BYTES
 from .type_legality import type_violations
@@ -227,7 +227,7 @@ def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
 
 def _in_turns_violations(spec: GemmSpec) -> Iterator[str]:
     s = spec
-    if s.exchanges_in_ring and exchanged_bytes(s) > s.num_stages * s.stage_bytes:
+    if s.exchanges_in_ring and sums_in_exchange(s) > s.num_stages * s.stage_bytes:
         yield f"{s.num_stages} stages do not hold the sums that warpgroups exchange in their place"
     if s.b_in_registers and s.grouped:
         yield "warpgroups that take turns at k-tiles know no groups of rows"

@@ -74,10 +74,10 @@ def parts_bytes(spec: GemmSpec) -> int:
 
 def exchange_bytes(spec: GemmSpec) -> int:
     """Returns the bytes that are set aside for what math warpgroups exchange."""
-    return 0 if spec.exchanges_in_ring else exchanged_bytes(spec)
+    return 0 if spec.exchanges_in_ring else sums_in_exchange(spec)
 
 
-def exchanged_bytes(spec: GemmSpec) -> int:
+def sums_in_exchange(spec: GemmSpec) -> int:
     """Returns the bytes in which math warpgroups that share columns turn or add up their sums."""
     rows = EPI_TILE_M
     if spec.b_in_registers and spec.k_in_turns:

@@ -3,7 +3,8 @@
 So one multiplies while the other converts its operand, or promotes its sums, and a product of few
 tiles and a long K waits half as long for either. One warpgroup has the even stages and one the odd:
 a stage is always read by the same one, which sees each time that it is filled. Each ends a tile
-with sums of its own. Both are added up, and each stores half of the columns.
+with sums of its own. Both are added up, and each stores half of the columns; where CTAs share K,
+half of those that each of them stores.
 """
 
 import cutlass.pipeline as pipeline

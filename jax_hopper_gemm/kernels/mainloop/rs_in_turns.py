@@ -1,8 +1,8 @@
 """The consumer that converts B where a tile has 64 columns: two warpgroups take turns at k-tiles.
 
-Both multiply the same columns, each every other k-tile of a tile. In the end each
-writes its sums to shared memory, and adds up those of both of half the columns, which it stores. So
-a product of few columns and a long K has a tile for each SM, and no SM waits for another's sums.
+Both multiply the same columns, each every other k-tile of a tile. In the end each writes its sums
+to shared memory, and adds up those of both of half the columns (of each slice, where CTAs share K),
+which it stores. So a product of few columns has a tile, or a part of its K, for each SM.
 """
 
 import cutlass
