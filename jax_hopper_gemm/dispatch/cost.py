@@ -196,9 +196,10 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float, batch: bool) -> floa
         if spec.promoted:
             fetch, exposed = DYNAMIC_CYCLES, where(spec.num_stages <= 3, *EXPOSED_OF_SHORT_K)
     in_turns = waves * most(turn, in_turns / 2) + epilogue
-    hidden = where(spec.persistent & (spec.math_warpgroups > 1), 1 - exposed, 0.0)
+    alone = most(0.0, 2 * EPILOGUE_CYCLES - epilogue)  # hidden from one warpgroup's next tile
+    hidden = where(spec.math_warpgroups > 1, (1 - exposed) * epilogue, alone)
     shared = spec.persistent * (spec.math_warpgroups - 1) * computing_cycles(spec)
-    stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
+    stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * spec.persistent * hidden
     return where(spec.warp_schedule == "pingpong", in_turns, stored + waves * shared)
 
 
