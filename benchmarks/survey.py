@@ -15,7 +15,8 @@ Of each product these kernels are timed, in turns with XLA's own product, so tha
 and temperature: the one that dispatch would run, those of least expected cost, the best of
 each kind, and the best two of `UNTRIED`, which dispatch does not know; with `--tiles` also the best
 tiles of these, with K shared and not, each in the best clusters of 1, 2, 4 and 8. Of large results
-of short K also those of `DYNAMIC`, unless one kernel is asked for. The time of a kernel is CUPTI's,
+of short K also those of `DYNAMIC`, of others three of each kind of `SHORT`, and of large products
+those of `LARGE`, unless one kernel is asked for. The time of a kernel is CUPTI's,
 the median of some launches, each of another set of inputs and among its equals: those of another
 policy for L2 would leave it more.
 """
@@ -90,9 +91,30 @@ DYNAMIC = (
     Config(256, 192, cluster_n=2, tile_scheduler="dynamic"),
     Config(64, 256, warp_schedule="pingpong", tile_scheduler="dynamic"),
 )
+# Of large products; each also with the static scheduler.
+LARGE = tuple(
+    Config(tile_m, tile_n, cluster_m=m, cluster_n=n, tile_scheduler=scheduler)
+    for (tile_m, tile_n, m, n), scheduler in product(
+        (
+            (128, 256, 2, 1), (256, 128, 1, 2), (256, 160, 1, 2), (256, 176, 1, 2),
+            (256, 192, 1, 2), (256, 192, 2, 1),
+        ),
+        ("static", "dynamic"),
+    )
+)  # fmt: skip
+SHORT = tuple(
+    Config(tile_m, tile_n, warp_schedule=schedule, tile_scheduler=scheduler)
+    for tile_m, tile_n, (schedule, scheduler) in product(
+        TILES_M, (16, 32, 48, 64, 96, 128, 160, 192, 256),
+        (("cooperative", "static"), ("cooperative", "single"), ("pingpong", "static")),
+    )
+)  # fmt: skip
 FEW = 64  # rows, or columns
 SMALL = 20e6  # bytes moved
 STORED_ELEMENTS, STORED_K = 2**25, 1024  # of large results of short K: at least, at most
+LARGE_FLOPS = 1e11, 1e13  # at least, and at most, which takes about 15 ms
+SHORT_K = 384  # of other results of short K, at most
+SHORT_COUNT = 3  # of `SHORT`, of each kind
 
 
 Which = Callable[[GemmProblem], bool]
@@ -123,6 +145,16 @@ def stores(problem: GemmProblem) -> bool:
     """Whether storing D takes about as long as multiplying, or longer."""
     p = problem
     return p.l * p.m * p.n >= STORED_ELEMENTS and p.k <= STORED_K
+
+
+def large(problem: GemmProblem) -> bool:
+    """Whether a product takes many waves of large tiles."""
+    return LARGE_FLOPS[0] <= problem.flops <= LARGE_FLOPS[1]
+
+
+def short(problem: GemmProblem) -> bool:
+    """Whether K is short and D not large, so that most of the time goes to begins and ends."""
+    return problem.k <= SHORT_K and not stores(problem)
 
 
 def few_rows(problem: GemmProblem) -> bool:
@@ -202,8 +234,17 @@ def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0)
     found += chain.from_iterable(x.values() for x in islice(of_tiles.values(), tiles))
     if stores(problem) and count > 1:
         found += [spec for _, spec in legal(DYNAMIC)]
-    by_name = {spec.name: spec for spec in reversed(found)}
-    return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
+    if large(problem) and count > 1:
+        found += [spec for _, spec in legal(LARGE)]
+    if short(problem) and count > 1:
+        kinds: dict[Any, list[GemmSpec]] = defaultdict(list)
+        for _, spec in legal(SHORT):
+            kinds[spec.warp_schedule, spec.tile_scheduler, spec.d_major].append(spec)
+        found += chain.from_iterable(specs[:SHORT_COUNT] for specs in kinds.values())
+    by_name: dict[str, GemmSpec] = {}
+    for spec in found:
+        by_name.setdefault(spec.name, spec)
+    return [(s, best_raster_order(problem, s, device)) for s in by_name.values()]
 
 
 def functions(problem: GemmProblem, chosen: Sequence[Candidate], num_sms: int) -> dict[str, Any]:
@@ -292,6 +333,8 @@ def main() -> int:
     for name, only, what in (
         ("--split-sectors", attrgetter("splits_sectors"), "whose rows of D begin within a sector"),
         ("--stores", stores, "with large results of short K"),
+        ("--large", large, "of many waves of large tiles"),
+        ("--short", short, "with other results of short K"),
         ("--medium", is_medium, "of about one wave of tiles"),
         ("--narrow", is_narrow, "of few tiles and a long K"),
         ("--small", small, f"that move less than {SMALL / 1e6:.0f} MB, of more rows and columns"),
