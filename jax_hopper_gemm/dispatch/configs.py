@@ -230,6 +230,25 @@ MEDIUM_CONFIGS = (
     ),
 )  # fmt: skip
 
+# Products of long K.
+LONG_K_CONFIGS = (Config(256, 208, cluster_n=2),)
+
+# The same with many tiles: over many waves CTAs with fixed shares drift apart, and what they read.
+MANY_TILES_CONFIGS = (
+    Config(256, 192, cluster_n=2, tile_scheduler="dynamic"),
+    Config(256, 192, cluster_m=2, tile_scheduler="dynamic"),
+)
+
+# Results of short K, beside those for batches and medium products and where D's transpose is
+# computed: CTAs on their own, each with a tile.
+SHORT_K_CONFIGS = (
+    Config(64, 96, tile_scheduler="single"),
+    Config(128, 16, tile_scheduler="single"),
+    Config(192, 16, tile_scheduler="single"),
+    Config(128, 64, tile_scheduler="single"),
+    Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a"),
+)
+
 
 def _along_k(tile_m: int, tile_n: int, rows: int, *clusters: int) -> Iterator[Config]:
     for ctas in clusters:
