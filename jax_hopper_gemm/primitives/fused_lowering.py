@@ -23,13 +23,7 @@ from .group_sizes import sizes_of_each
 
 
 def request_of(
-    avals: Sequence[Any],
-    out_avals: Sequence[Any],
-    *,
-    jaxpr: ClosedJaxpr,
-    product: Product,
-    num_b: int,
-    in_place: tuple[int | None, ...],
+    avals: Any, out_avals: Any, *, jaxpr: ClosedJaxpr, product: Product, num_b: int, **_: Any
 ) -> Request:
     lhs, right, *_ = avals
     request = Request.of(product, lhs, right, out_avals[0], num_b=num_b, function=jaxpr)

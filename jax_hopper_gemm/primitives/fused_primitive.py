@@ -54,12 +54,7 @@ def _split(args: Sequence[Any], num_b: int) -> tuple[Any, Sequence[Any], Sequenc
 
 
 def reference_fused(
-    *args: Any,
-    jaxpr: ClosedJaxpr,
-    product: Product,
-    num_b: int,
-    in_place: tuple[int | None, ...],
-    by_xla: bool = True,
+    *args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, by_xla: bool = True, **_: Any
 ) -> list[Any]:
     """The results as XLA computes them; if not `by_xla`, but for the products.
 
@@ -67,9 +62,8 @@ def reference_fused(
       *args: the left operand, the right ones, the function's operands; of these, sizes come
         first where the product is a ragged one.
       jaxpr: the function, of the accumulators and its operands.
-      in_place: as in `fused_dot`; only kernels heed it.
+      others: as in `fused_dot`; only kernels heed `in_place`.
     """
-    del in_place
     lhs, right_operands, operands = _split(args, num_b)
     sizes = operands[: product.num_sizes_operands]
     accumulators = accumulators_of(product, lhs, right_operands, *sizes, by_xla=by_xla)

@@ -111,10 +111,7 @@ def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
     return (matrices * each).reshape(values.shape)
 
 
-def _reference(
-    *args: Any, product: Product, jaxpr: ClosedJaxpr | None, in_place: tuple[int | None, ...]
-) -> list[Any]:
-    del in_place
+def _reference(*args: Any, product: Product, jaxpr: ClosedJaxpr | None, **_: Any) -> list[Any]:
     (lhs, rhs, lhs_scale, rhs_scale), operands = args[:4], args[4:]
     whole = product.with_options(precision=(lax.Precision.HIGHEST,) * 2, implementation="xla")
     if jaxpr:
@@ -148,12 +145,7 @@ def _batch(
 
 
 def _request_of(
-    avals: Sequence[Any],
-    out_avals: Sequence[Any],
-    *,
-    product: Product,
-    jaxpr: ClosedJaxpr | None,
-    in_place: tuple[int | None, ...],
+    avals: Any, out_avals: Any, *, product: Product, jaxpr: ClosedJaxpr | None, **_: Any
 ) -> Request:
     lhs, rhs, *scales = avals[:4]
     count = len(product.subscripts.contracted)
