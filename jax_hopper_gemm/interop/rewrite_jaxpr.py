@@ -195,12 +195,6 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     return ROWS_APART if apart else None
 
 
-def _symbolic(program: Any) -> bool:
-    """Whether an array of a program has a symbolic extent, whose products no kernel runs."""
-    arrays = (x.aval for equation in program.eqns for x in equation.outvars)
-    return any(type(n) is not int for x in arrays for n in getattr(x, "shape", ()))
-
-
 def _out_sharding(equation: Any) -> Any:
     """Returns the sharding that a ragged product asks for.
 
@@ -232,7 +226,9 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             reasons[alike] = reason_left(equation, transposes, rewriting.implementation)
         return reasons[alike] is None
 
-    fuse = rewriting.fuse and not _symbolic(inner)
+    made = (x.aval for equation in inner.eqns for x in equation.outvars)
+    symbolic = any(type(n) is not int for x in made for n in getattr(x, "shape", ()))
+    fuse = rewriting.fuse and not symbolic  # products of such extents no kernel runs
     original, inner = inner, with_converted_operands(with_equations_of_accelerated(inner))
     if fuse:
         inner = inner.replace(eqns=without_scatters(inner.eqns))
