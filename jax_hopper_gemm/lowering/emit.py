@@ -17,9 +17,9 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ..fusion import Fusion
 from ..fusion.jaxprs import ClosedJaxpr, traced, without_lines
 from ..fusion.memo import memoised
-from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import result_shapes
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
@@ -122,9 +122,9 @@ def _launch(
     first, before = 1 + len(request.rhs_shapes), 0  # of operands, of results
     for x in epilogues:
         taken = own_in_place(in_place, x.reads, x.makes)
-        found = overwriting_results(avals[x.reads], taken, x.route, x.written)
+        found = overwriting_results(avals[x.reads], taken, x.fusion, x.written)
         aliases |= {first + place: before + number for place, number in found.items()}
-        first, before = first + len(x.graph.operands), before + len(x.written)
+        first, before = first + len(x.fusion.operands), before + len(x.written)
     workspaces = [ShapedArray((nbytes,), np.uint8) for nbytes in route.plan.workspaces]
     outs = (*written, *workspaces)
 
@@ -147,7 +147,7 @@ class _Epilogue(NamedTuple):
 
     request: Request
     route: Route
-    graph: EpilogueGraph
+    fusion: Fusion
     written: list[ShapedArray]  # by the kernel
     reads: slice  # which operands of all epilogues are its
     makes: slice  # which results
@@ -158,7 +158,7 @@ def _epilogues(request: Request, route: Route) -> list[_Epilogue]:
     for of, own, slices in zip(request.apart, route.apart or (route,), request.slices, strict=True):
         assert of.function and own.fusion
         written = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
-        found.append(_Epilogue(of, own, own.fusion.graph, written, *slices))
+        found.append(_Epilogue(of, own, own.fusion, written, *slices))
     return found
 
 

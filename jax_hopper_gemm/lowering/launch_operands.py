@@ -15,6 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from ..fusion import Fusion
 from ..fusion.jaxprs import traced
 from ..fusion.memo import memoised
 from ..gemm.bf16_parts import num_parts, stored_k
@@ -160,21 +161,17 @@ def overwritten(call: Call) -> tuple[int | None, ...]:
 
 
 def overwriting_results(
-    avals: Sequence[Any],
-    in_place: Sequence[int | None],
-    route: Route,
-    results: Sequence[ShapedArray],
+    avals: Sequence[Any], in_place: Sequence[int | None], fusion: Fusion, results: Sequence[Any]
 ) -> dict[int, int]:
     """Returns for operands of the epilogue the number of the result that takes their memory.
 
     Args:
       avals: of the function's operands.
       in_place: for the function's first results, which of these it takes.
-      results: that the kernel writes.
+      results: abstract values of those that the kernel writes.
     """
-    assert route.fusion
     overwritten: dict[int, int] = {}
-    pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
+    pairs = zip(fusion.operands, fusion.graph.operands, strict=True)
     for place, (index, operand) in enumerate(pairs):
         if index not in in_place:
             continue
