@@ -188,13 +188,10 @@ def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
     source = jaxpr.jaxpr.invars[index]
     same = {source} if source.aval.dtype == dtype else set()
     for equation in jaxpr.jaxpr.eqns:
-        if equation.primitive not in (lax.convert_element_type_p, segment_mask_p):
-            continue
-        (x, *_), (out,) = equation.invars, equation.outvars
-        convert = equation.primitive is lax.convert_element_type_p and x is source
-        masked = equation.primitive is segment_mask_p and any(x is y for y in same)
-        if (convert and out.aval.dtype == dtype) or masked:
-            same.add(out)
+        converts = equation.primitive is lax.convert_element_type_p and equation.invars[0] is source
+        masks = equation.primitive is segment_mask_p and any(equation.invars[0] is x for x in same)
+        if masks or (converts and equation.outvars[0].aval.dtype == dtype):
+            same.update(equation.outvars)
     outputs = enumerate(jaxpr.jaxpr.outvars)
     return next((i for i, x in outputs if any(x is y for y in same)), None)
 
