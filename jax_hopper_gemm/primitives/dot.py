@@ -184,13 +184,9 @@ def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
     """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
-    if not sharding.applies(ctx):
-        return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
-    call = call.readable(ctx)
-    if call.left_to_xla(ctx):
-        return None
-    if (words := options_to_words(product.options)) is None:
+    call, words = call.readable(ctx), options_to_words(product.options)
+    if words is None or call.left_to_xla(ctx):
         return None
     subscripts = call.request.subscripts
     params = {"subscripts": str(subscripts)} | words

@@ -40,9 +40,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call) -> Route | None
     """Returns how a product and its function run whole; None where shards cannot run them fused."""
     route = call.route(ctx, kernel_only=call.insists)
     fusion = route.fusion
-    if fusion is None or (fusion.uncovered and route.path == "xla"):
-        return None
-    if call.left_to_xla(ctx):
+    if fusion is None or (fusion.uncovered and route.path == "xla") or call.left_to_xla(ctx):
         return None
     kinds = {result.kind for result in fusion.graph.results}
     if any(kind.startswith("top_k") for kind in kinds) or (call.request.groups and kinds - RESULTS):

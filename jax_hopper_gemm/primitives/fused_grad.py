@@ -208,8 +208,6 @@ def _lower_epilogue_partitioned(
     ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
 ) -> Any:
     """Emits the same where XLA partitions the program over devices."""
-    if not custom_call.applies(ctx):
-        return None
     found = _choices(
         ctx, values, jaxpr, custom_call.product_at, lambda call, _: route_partitioned(ctx, call)
     )

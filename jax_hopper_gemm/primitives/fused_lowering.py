@@ -10,7 +10,6 @@ from typing import Any
 
 from jax.interpreters import mlir
 
-from .. import sharding
 from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
@@ -86,8 +85,6 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         """Emits a product with its function, or else the product and the function behind it."""
-        if not sharding.applies(ctx):
-            return None
         if not params["product"].batch:  # else by its products, which are mapped
             call = _call_of(ctx, values, params).readable(ctx)
             route = route_partitioned(ctx, call)

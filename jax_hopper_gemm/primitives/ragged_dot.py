@@ -219,7 +219,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, product: Produc
 
 
 def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
-    return emit_ragged(ctx, _call_of(ctx, values, product)) if sharding.applies(ctx) else None
+    return emit_ragged(ctx, _call_of(ctx, values, product))
 
 
 hopper_ragged_dot_p = define_primitive(

@@ -115,13 +115,11 @@ OUTER = PERIODS + PLANES  # letters of axes that are outer ones of the next
 
 def emit_ragged(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
     """Emits a ragged product; None: it is left to XLA."""
-    call = call.readable(ctx)
-    if call.left_to_xla(ctx):
+    call, options = call.readable(ctx), options_to_words(call.request.options)
+    if options is None or call.left_to_xla(ctx):
         return None
     request, axis = call.request, call.request.groups
     assert axis
-    if (options := options_to_words(request.options)) is None:
-        return None
     words = {"subscripts": str(request.subscripts), "spans": astuple(axis.rule)} | options
     periods = axis.rule.periods(axis.num_sizes)
     letters = ragged_letters(request.subscripts, periods, shared=not axis.rule.step)
