@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -347,7 +348,7 @@ class _Cut:
     # For `explain`.
 
     def _uncovered(self) -> tuple[str, ...]:
-        names: dict[str, None] = {}
+        names: list[str] = []
         for equation in self._program.equations:
             reasons = [self._tracker.uncovered.get(v, ()) for v in equation.outputs]
             if equation not in self._run or not any(map(self._tracker.depends, equation.outputs)):
@@ -356,6 +357,5 @@ class _Cut:
             arrays = [*equation.inputs, *equation.outputs]
             whole = any(prod(atom.shape) >= self._place.size for atom in arrays)
             if equation.name not in _FREE and (whole or not covered):
-                names.update(dict.fromkeys(name for reason in reasons for name in reason))
-                names[equation.name] = None
+                names += [*chain(*reasons), equation.name]
         return tuple(dict.fromkeys((*names, *sorted(self._arranged))))

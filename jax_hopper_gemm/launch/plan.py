@@ -7,7 +7,7 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Literal, NamedTuple
 
 from ..gemm import grid, simt
@@ -61,11 +61,9 @@ class LaunchPlan:
         the kernel's order, each opened by its kind: 0 tensor map (buffer, offset,
         CUtensorMapDataType, CUtensorMapSwizzle, rank, dims, strides, box), 1 int32, 2 pointer.
         """
-        words: list[int] = [PLAN_VERSION, *self.grid, *self.cluster, self.threads, self.smem_bytes]
-        words += [0, len(self.params)]
-        for param in self.params:
-            words += param.encode()
-        return tuple(words)
+        words = chain.from_iterable(param.encode() for param in self.params)
+        head = PLAN_VERSION, *self.grid, *self.cluster, self.threads, self.smem_bytes
+        return (*head, 0, len(self.params), *words)
 
 
 def make_plan(
