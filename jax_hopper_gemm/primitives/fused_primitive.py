@@ -41,11 +41,10 @@ from .accumulators import accumulators_of, batched_product, multiply
 from .auto_axes import stated_sharding
 from .define import Rule, Rules, accumulator_dtype, define_primitive
 from .dot import as_cotangent, entering
-from .fused_dot_sharded import NAME, fused_of_shards
+from .fused_dot_sharded import NAME, RAGGED
 from .fused_grad import Recompute, epilogue_tangent_p
 from .fused_lowering import fused_lowering, request_of
-from .fused_ragged_sharded import NAME as RAGGED
-from .fused_ragged_sharded import fused_of_ragged_shards
+from .fused_shards import fused_of_shards
 from .segments import segment_broadcast_p, segment_mask, segment_mask_p
 
 
@@ -272,7 +271,7 @@ hopper_fused_p = define_primitive(
     apart=_apart,
 )
 sharding.register(NAME, partial(fused_of_shards, hopper_fused_p.bind))
-sharding.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
+sharding.register(RAGGED, partial(fused_of_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second
