@@ -57,9 +57,8 @@ def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[A
     follows = _epilogue_operands(ctx, call, route) if route.fusion else []
     index = None if call.index is None else behind_barrier(call.index)
     integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, index) if x is not None]
-    scales = _group_scales if call.request.k_group else _block_scales
-    of_scales = scales(ctx, call, route) if call.scales else []
-    return [*_factors(ctx, call, route), *follows, *integers, *of_scales]
+    scales = _scales(ctx, call, route) if call.scales else []
+    return [*_factors(ctx, call, route), *follows, *integers, *scales]
 
 
 def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
@@ -193,29 +192,21 @@ def _kept(value: ir.Value) -> bool:
     return not any(name in ir.DictAttr(attributes) for name in donated)
 
 
-def _block_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns the block scales, in the kernel's order and as it reads them."""
+def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+    """Returns scales as a kernel reads them: those of groups along K, or of blocks in its order."""
     assert route.gemm
-    p, inputs = route.gemm.problem, []
-    values = call.scales[::-1] if route.gemm.swap_ab else call.scales
-    for value, scales in zip(values, (p.a_scales, p.b_scales), strict=True):
-        assert scales
-        as_read = partial(_as_read, length=scales.k_stride)
-        inputs += Array.of(value, np.float32).changed(ctx, as_read)
-    return inputs
-
-
-def _group_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns the scales along K of each right operand, (L, blocks along K, N)."""
-    assert route.gemm
-    request, problem = call.request, route.gemm.problem
-    arranged = partial(_by_groups, request=request, problem=problem)
-    arrays = (Array.of(value, np.float32) for value in call.scales)
-    return [each for array in arrays for each in array.changed(ctx, arranged)]
+    request, p, values = call.request, route.gemm.problem, call.scales
+    if request.k_group:
+        arranged = [partial(_by_groups, request=request, problem=p)] * len(values)
+    else:
+        values = values[::-1] if route.gemm.swap_ab else values
+        arranged = [partial(_as_read, length=x.k_stride) for x in (p.a_scales, p.b_scales) if x]
+    pairs = zip(values, arranged, strict=True)
+    return [each for x, by in pairs for each in Array.of(x, np.float32).changed(ctx, by)]
 
 
 def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> list[jax.Array]:
-    """Returns scales that broadcast against the right operand as its matrices and columns lie."""
+    """Returns scales that broadcast against the right operand as (L, blocks along K, N) each."""
     subscripts, extents = request.subscripts, request.extents
     batch, columns = scale_letters(request, problem)
     up, letters = request.gate_up, subscripts.rhs
