@@ -23,7 +23,7 @@ from ..ops.dense import Implementation
 from ..ops.recipes import DelayedScaling, Recipe, as_recipe
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
-from .moe import RUN_WITH, initial_experts
+from .moe import initial_experts
 from .moe import run as run_moe
 
 
@@ -227,9 +227,7 @@ class MoE(nn.Module):
         if self.use_selection_bias:
             zeros = partial(jnp.zeros, self.num_experts, jnp.float32)
             bias = self.variable("moe", "selection_bias", zeros).value
-        y, statistics = run_moe(
-            inputs, router, gate_up, down, bias, **{name: getattr(self, name) for name in RUN_WITH}
-        )
+        y, statistics = run_moe(self, inputs, router, gate_up, down, bias)
         self.sow("intermediates", "statistics", statistics)
         return (y, statistics) if return_statistics else y
 
