@@ -8,7 +8,7 @@ one flat product, of all matrices' rows behind one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -208,18 +208,12 @@ def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Prod
     return Request.of(product, lhs, rhs, out, groups=axis)
 
 
-def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], product: Product) -> Call:
-    lhs, rhs, sizes = values
+def _lower(
+    emit: Callable[..., Any], ctx: mlir.LoweringRuleContext, *values: Any, product: Product
+) -> Any:
+    *factors, sizes = values
     request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
-    return Call(request, (lhs, rhs), sizes=sizes)
-
-
-def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
-    return lower_call(ctx, _call_of(ctx, values, product))
-
-
-def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
-    return emit_ragged(ctx, _call_of(ctx, values, product))
+    return emit(ctx, Call(request, tuple(factors), sizes=sizes))
 
 
 hopper_ragged_dot_p = define_primitive(
@@ -227,7 +221,7 @@ hopper_ragged_dot_p = define_primitive(
     reference_ragged_dot,
     abstract=_abstract_eval,
     rules=Rules(linear_in=(0, 1), transpose=_transpose, batch=_batch),
-    lowering=Lowering(_lower_for_cuda, _lower_partitioned),
+    lowering=Lowering(partial(_lower, lower_call), partial(_lower, emit_ragged)),
     request_of=_request_of,
 )
 sharding.register(NAME, partial(ragged_of_shards, hopper_ragged_dot_p.bind), call_at)
