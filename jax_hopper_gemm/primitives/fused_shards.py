@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
 
 from ..fusion import evaluate, reduced_by
@@ -60,10 +59,8 @@ def fused_of_shards(
         accumulators = [x.astype(jnp.float32) for x in products]
         return _followed(fused, letters, rule, accumulators, own, operands, reduce=context.reduce)
     if rows:
-        operands = [
-            _entries_of(shard.groups, x) if ENTRIES in names else x
-            for x, names in zip(operands, letters.others, strict=False)
-        ]
+        pairs = zip(operands, letters.others, strict=False)
+        operands = [shard.groups.of(x) if ENTRIES in names else x for x, names in pairs]
     like = partial(accumulators_of, product, by_xla=True)
     accumulators = abstract(like, lhs, right_operands, *own)
     ends = len(accumulators), len(accumulators) + len(own)
@@ -105,12 +102,6 @@ def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
     plain = [(x.kind, x.dtype) for x in (*graph.operands, *graph.results)]
     adds = [(node.op, sorted(node.args)) for node in graph.nodes]
     return plain == [("matrix", dtype)] * 2 and adds == [("add", [0, 1])]
-
-
-def _entries_of(groups: Part, x: jax.Array) -> jax.Array:
-    """Returns the entries of the device's groups, of an array with those of all in front."""
-    count = x.shape[0] // groups.count
-    return lax.dynamic_slice_in_dim(x, groups.index * count, count)
 
 
 def _followed(

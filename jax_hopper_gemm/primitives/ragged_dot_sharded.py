@@ -58,6 +58,13 @@ class Part:
     index: Any = 0
     count: int = 1
 
+    def of(self, array: jax.Array) -> jax.Array:
+        """Returns the part of an array along its first axis."""
+        if self.count == 1:
+            return array
+        length = array.shape[0] // self.count
+        return lax.dynamic_slice_in_dim(array, self.index * length, length)
+
 
 @dataclass(frozen=True)
 class RaggedShard:
@@ -91,10 +98,7 @@ class RaggedShard:
         ends = jnp.append(run_ends(sizes, length), np.int32(length))
         starts = jnp.arange(periods, dtype=np.int32) * (length // periods)
         bounds = jnp.column_stack([starts, ends.reshape(periods, self.rule.period)])
-        length //= periods
-        periods //= self.periods.count
-        if self.periods.count > 1:
-            bounds = lax.dynamic_slice_in_dim(bounds, self.periods.index * periods, periods)
+        length, bounds = length // periods, self.periods.of(bounds)
         if self.groups.count > 1:
             count = self.rule.count // self.groups.count
             before = self.rule.first + self.groups.index * count
@@ -104,7 +108,7 @@ class RaggedShard:
             ends = bounds[:, 1:]
         rows = length // self.rows.count
         ends = jnp.clip(ends - bounds[:, :1] - self.rows.index * rows, 0, rows)
-        ends += rows * jnp.arange(periods, dtype=np.int32)[:, None]
+        ends += rows * jnp.arange(bounds.shape[0], dtype=np.int32)[:, None]
         return jnp.diff(ends.reshape(-1), prepend=np.int32(0))[:-1]
 
 
