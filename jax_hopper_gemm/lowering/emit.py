@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ..fusion import Fusion
 from ..fusion.jaxprs import ClosedJaxpr, traced, without_lines
 from ..fusion.memo import memoised
 from ..gemm.grid import result_shapes
@@ -116,15 +115,18 @@ def _launch(
       outputs: of the launch; None: those of the epilogue's graph.
       in_place: as in `Call`, without those that nothing may overwrite.
     """
-    epilogues = [] if outputs is not None else _epilogues(request, route)
-    written = [y for x in epilogues for y in x.written] if outputs is None else outputs
+    written, epilogues = list(outputs or ()), list[Any]()  # of those that are launched together
     aliases: dict[int, int] = {}
-    first, before = 1 + len(request.rhs_shapes), 0  # of operands, of results
-    for x in epilogues:
-        taken = own_in_place(in_place, x.reads, x.makes)
-        found = overwriting_results(avals[x.reads], taken, x.fusion, x.written)
-        aliases |= {first + place: before + number for place, number in found.items()}
-        first, before = first + len(x.fusion.operands), before + len(x.written)
+    if outputs is None:
+        first, routes = 1 + len(request.rhs_shapes), route.apart or (route,)
+        for of, own, (reads, makes) in zip(request.apart, routes, request.slices, strict=True):
+            assert of.function and own.fusion
+            arrays = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
+            taken = own_in_place(in_place, reads, makes)
+            found = overwriting_results(avals[reads], taken, own.fusion, arrays)
+            aliases |= {first + place: len(written) + number for place, number in found.items()}
+            first, written = first + len(own.fusion.operands), written + arrays
+            epilogues.append((of, own, len(arrays), reads))
     workspaces = [ShapedArray((nbytes,), np.uint8) for nbytes in route.plan.workspaces]
     outs = (*written, *workspaces)
 
@@ -134,32 +136,12 @@ def _launch(
         if not epilogues:
             return found[: len(written)]
         finished: list[Any] = []
-        for x in epilogues:
-            own, found = found[: len(x.written)], found[len(x.written) :]
-            finished += finished_results(x.request, x.route, *own, *operands[x.reads])
+        for of, own, count, reads in epilogues:
+            finished += finished_results(of, own, *found[:count], *operands[reads])
+            found = found[count:]
         return finished
 
     return without_lines(traced(program, *inputs, *(avals if route.fusion else ())))
-
-
-class _Epilogue(NamedTuple):
-    """The epilogue of a product, of one of those that are launched together."""
-
-    request: Request
-    route: Route
-    fusion: Fusion
-    written: list[ShapedArray]  # by the kernel
-    reads: slice  # which operands of all epilogues are its
-    makes: slice  # which results
-
-
-def _epilogues(request: Request, route: Route) -> list[_Epilogue]:
-    found = []
-    for of, own, slices in zip(request.apart, route.apart or (route,), request.slices, strict=True):
-        assert of.function and own.fusion
-        written = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
-        found.append(_Epilogue(of, own, own.fusion, written, *slices))
-    return found
 
 
 @cache
