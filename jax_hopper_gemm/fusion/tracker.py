@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..gemm.epilogue_graph import MAX_TOP_K
+from ..gemm.epilogue_graph import MAX_TOP_K, Result
 from . import op_table
 from .axes import REDUCTIONS, Axes, Place, is_layout, moved
 from .flatten import Atom, Equation, Program, Variable
@@ -31,10 +31,12 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of a matrix: the kernel computes partial results and XLA combines them."""
+    """A reduction of a matrix: the kernel computes partial results and XLA combines them.
 
-    kind: Literal["row_sum", "row_max", "column_sum", "max"]  # of `epilogue_graph.Result`
-    value: int  # the reduced value
+    Or what is whole, the k largest of each row or their columns: axis "?" counts them.
+    """
+
+    result: Result  # of the kernel, of the reduced value
     axes: Axes  # of the variable; XLA reduces the other letters that the kernel leaves
     negated: bool = False  # whether it is a minimum, computed as the maximum of the negated value
 
@@ -47,16 +49,6 @@ class SumExp:
     axes: Axes  # of the variable
     center: Atom  # constant along each row
     columns: tuple[int, ...]  # the summed dimensions, if `center` has as many dimensions as x
-
-
-@dataclass(frozen=True)
-class TopK:
-    """A variable that holds the k largest of each row, or their columns; axis "?" counts them."""
-
-    kind: Literal["top_k_values", "top_k_indices"]
-    value: int
-    axes: Axes
-    k: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Tracker:
         self.place, self.builder, self.grouped = place, builder, grouped
         self.tracked: dict[Variable, Tracked] = {}  # those that kernels can compute
         # Those that come from results of the kernel.
-        self.results: dict[Variable, Reduction | SumExp | TopK | Stack] = {}
+        self.results: dict[Variable, Reduction | SumExp | Stack] = {}
         # For each that depends on an accumulator but is not tracked, what operations prevent it.
         self.uncovered: dict[Variable, tuple[str, ...]] = {}
         self.producers: dict[Variable, Equation] = {}  # of each computed variable
@@ -209,7 +201,7 @@ class Tracker:
         negated = name == "reduce_min"
         value = self.builder.node("neg", x.value) if negated else x.value
         if self._is_result(kind, atom):
-            self.results[out] = Reduction(kind, value, axes, negated)
+            self.results[out] = Reduction(Result(kind, value), axes, negated)
         elif kind in ("column_sum", "max") or not self.place.row_fits:
             raise Uncovered(name)
         if not self.place.row_fits or reduced != self.place.n:
@@ -253,8 +245,8 @@ class Tracker:
             raise Uncovered("top_k")
         values, indices = equation.outputs
         axes = (*x.axes[:-1], "?")
-        self.results[values] = TopK("top_k_values", x.value, axes, k)
-        self.results[indices] = TopK("top_k_indices", x.value, axes, k)
+        self.results[values] = Reduction(Result("top_k_values", x.value, k=k), axes)
+        self.results[indices] = Reduction(Result("top_k_indices", x.value, k=k), axes)
         return [None, None]
 
     def _stack(self, equation: Equation) -> list[Tracked | None]:
@@ -328,10 +320,8 @@ class Tracker:
         return None
 
     def _constant_along(self, atom: Atom, dims: Sequence[int]) -> bool:
-        if not isinstance(atom, Variable) or not atom.shape:
-            return True
-        dims = [d for d in dims if atom.shape[d] > 1]
-        if not dims:
+        dims = [d for d in dims if atom.shape and atom.shape[d] > 1]
+        if not dims or not isinstance(atom, Variable):
             return True
         if atom in self.tracked:
             return all(self.tracked[atom].axes[d] is None for d in dims)
