@@ -121,7 +121,7 @@ def _launch(
         first, routes = 1 + len(request.rhs_shapes), route.apart or (route,)
         for of, own, (reads, makes) in zip(request.apart, routes, request.slices, strict=True):
             assert of.function and own.fusion
-            arrays = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
+            arrays = _written(of, own)
             taken = own_in_place(in_place, reads, makes)
             found = overwriting_results(avals[reads], taken, own.fusion, arrays)
             aliases |= {first + place: len(written) + number for place, number in found.items()}
@@ -159,14 +159,14 @@ def _lower_launch(
 ) -> Any:
     assert route.gemm and route.spec
     attributes = product_attributes(route.gemm.problem, route.spec, route.plan)
-    return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(
-        ctx, *values, **attributes
-    )
+    lower = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))
+    return lower(ctx, *values, **attributes)
 
 
 def _written(request: Request, route: Route) -> list[ShapedArray]:
-    """Returns the arrays that the kernel writes: matrices with the axes of the result."""
-    assert route.gemm and route.spec and route.roles
+    """Returns what the kernel writes, varying as the product: matrices with the result's axes."""
+    assert route.gemm and route.spec and route.roles and request.function
+    product: Any = request.function.in_avals[0]
     extents, out = request.extents, request.subscripts.out
     columns = len(out.rstrip(route.roles.n))
     arrays = []
@@ -177,13 +177,7 @@ def _written(request: Request, route: Route) -> list[ShapedArray]:
             sizes = [extents[letter] for letter in out]
             planes = [result.planes] if result.planes > 1 else []
             shape = (*sizes[:columns], *planes, *sizes[columns:])
-        arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
+        named = {"shape": shape, "dtype": np.dtype(jnp.dtype(dtype)), "weak_type": False}
+        sharding = with_partitions(product.sharding, (None,) * len(shape))
+        arrays.append(product.update(**named, sharding=sharding))
     return arrays
-
-
-def _varying_like(aval: Any, array: ShapedArray) -> ShapedArray:
-    """Returns an abstract value like `array` that varies over the mesh axes that `aval` does."""
-    if aval.sharding.mesh.empty:
-        return array
-    whole = with_partitions(aval.sharding, (None,) * array.ndim)
-    return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=whole)
