@@ -11,7 +11,6 @@ from typing import Any
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
-from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
@@ -24,19 +23,13 @@ from .group_sizes import sizes_of_each
 def request_of(
     avals: Any, out_avals: Any, *, jaxpr: ClosedJaxpr, product: Product, num_b: int, **_: Any
 ) -> Request:
-    lhs, right, *_ = avals
-    request = Request.of(product, lhs, right, out_avals[0], num_b=num_b, function=jaxpr)
-    if (groups := product.groups) is None:
-        return request
-    sizes = avals[1 + num_b]
-    if product.batch:
+    lhs, right, groups = *avals[:2], product.groups
+    sizes = avals[1 + num_b] if groups else None
+    if groups and product.batch:
         own = right.ndim > len(product.subscripts.rhs)
-        groups = replace(groups, step=groups.count if own else 0)
         lhs, right, sizes = traced(partial(_flat, product), lhs, right, sizes).out_avals
-    axis = GroupedAxis.of(product.subscripts, groups, sizes.shape[0])
-    return replace(
-        request, lhs_shape=lhs.shape, rhs_shape=right.shape, groups=axis, sizes_operand=0
-    )
+        product = replace(product, groups=replace(groups, step=groups.count if own else 0))
+    return Request.of(product, lhs, right, out_avals[0], sizes, num_b=num_b, function=jaxpr)
 
 
 def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:

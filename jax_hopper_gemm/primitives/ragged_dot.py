@@ -27,7 +27,6 @@ from ..gemm.groups import (
     VARLEN_K_T,
     VARLEN_M_KN,
     VARLEN_M_NK,
-    GroupedAxis,
     is_varlen_k,
 )
 from ..gemm.product import Product
@@ -202,10 +201,8 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
-    (lhs, rhs, sizes), (out,) = avals, out_avals
-    assert product.groups
-    axis = GroupedAxis.of(product.subscripts, product.groups, sizes.shape[0])
-    return Request.of(product, lhs, rhs, out, groups=axis)
+    lhs, rhs, sizes = avals
+    return Request.of(product, lhs, rhs, out_avals[0], sizes)
 
 
 def _lower(

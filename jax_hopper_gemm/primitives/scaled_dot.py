@@ -25,7 +25,6 @@ from jax.interpreters import mlir
 
 from ..fusion.graph_to_jax import along
 from ..fusion.jaxprs import ClosedJaxpr
-from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..gemm.spec import PROMOTION_K
 from ..gemm.subscripts import Subscripts
@@ -151,11 +150,8 @@ def _request_of(
     count = len(product.subscripts.contracted)
     pairs = zip((lhs, rhs), scales, strict=True)
     blocks: Any = tuple(block_of(_matrices(x.shape, y, count)[-2], y.shape[-2]) for x, y in pairs)
-    request = Request.of(product, lhs, rhs, out_avals[0], function=jaxpr, blocks=blocks)
-    if product.groups is None:
-        return request
-    axis = GroupedAxis.of(product.subscripts, product.groups, avals[4].shape[0])
-    return replace(request, groups=axis, sizes_operand=0 if jaxpr else None)
+    sizes = avals[4] if product.groups else None
+    return Request.of(product, lhs, rhs, out_avals[0], sizes, function=jaxpr, blocks=blocks)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
