@@ -204,7 +204,6 @@ class Regions:
             within = Counter(x for number in region.equations for x in inputs_of[number])
             updates = not results.isdisjoint(region.outputs)
             multiplied = {x for number in region.products for x in inputs_of[number]}
-            region.last_read = set()
             # NOTE: a kernel reads what it multiplies until its last tile is stored.
             for x in [x for x in region.operands if x not in multiplied]:
                 last = self._program.uses[x] == within[x] if x in self._program.makers else updates
