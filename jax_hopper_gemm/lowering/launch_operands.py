@@ -74,25 +74,12 @@ def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Ar
     if route.spec and route.spec.reads_parts:
         letters = [request.subscripts.lhs, *[request.subscripts.rhs] * request.num_b]
         contracted, terms = request.subscripts.contracted, route.spec.bf16_terms
-        inputs = [
-            _in_parts(ctx, x, of, contracted, terms) for x, of in zip(inputs, letters, strict=True)
-        ]
+        for i, of in enumerate(letters):  # another kernel cuts them, along neighbouring axes
+            first = min(map(of.index, contracted))
+            cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
+            (inputs[i],) = inputs[i].changed(ctx, cut)
+            inputs[i].value.owner.attributes[CUT] = ir.UnitAttr.get()
     return inputs[::-1] if route.gemm.swap_ab else inputs
-
-
-def _in_parts(
-    ctx: mlir.LoweringRuleContext, array: Array, of: str, contracted: str, terms: int
-) -> Array:
-    """Returns a float32 operand as the bfloat16 parts that a kernel reads; another one cuts it.
-
-    Args:
-      of: the letters of the operand's axes; those `contracted` are neighbours.
-    """
-    first = min(map(of.index, contracted))
-    cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
-    (parts,) = array.changed(ctx, cut)
-    parts.value.owner.attributes[CUT] = ir.UnitAttr.get()
-    return parts
 
 
 def cut_along(x: jax.Array, first: int, end: int, terms: int) -> jax.Array:
