@@ -132,13 +132,16 @@ def _route(
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     by_xla = partial(Route, "xla", gemm=gemm, fusion=fusion, roles=axes)
-    if fusion and fusion.uncovered and request.options.batch_invariant:
-        names = ", ".join(fusion.uncovered)
+    names = ", ".join(fusion.uncovered) if fusion else ""
+    if names and request.options.batch_invariant:
         return by_xla(f"XLA would compute {names}, in an order of its own", "unsupported")
     decision = choose(gemm.problem, device, kernel_only=kernel_only)
-    reason = _read_again(fusion) if fusion and not request.groups else None
-    if reason and not kernel_only:
-        return by_xla(reason, "model")
+    # The rest of an epilogue that a kernel can only begin reads the kernel's results from memory.
+    # If one of them is a float32 matrix, nothing is saved: XLA would also store the product and
+    # read it back, but once, in the pass that computes the whole epilogue.
+    wide = fusion and any(result.dtype == "float32" for result in fusion.graph.matrices)
+    if names and wide and not (request.groups or kernel_only):
+        return by_xla(f"XLA computes {names}, and would read a float32 product for that", "model")
     if decision.spec is None or decision.raster_order is None:
         return by_xla(decision.reason, decision.source)
     return Route(
@@ -226,15 +229,3 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
         return ""
     aligned = zip(out[len(out) - len(shape) :], shape, strict=True)
     return "".join(letter for letter, extent in aligned if extent != 1)
-
-
-def _read_again(fusion: Fusion) -> str | None:
-    """Returns why XLA should compute all of an epilogue that a kernel can only begin, if it should.
-
-    The rest of the epilogue reads the kernel's results from memory. If one of them is a float32
-    matrix, nothing is saved: XLA would also store the product and read it back, but once, in the
-    pass that computes the whole epilogue.
-    """
-    if not fusion.uncovered or all(r.dtype != "float32" for r in fusion.graph.matrices):
-        return None
-    return f"XLA computes {', '.join(fusion.uncovered)}, and would read a float32 product for that"
