@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ..gemm.epilogue_graph import MAX_TOP_K, Result
 from . import op_table
@@ -188,45 +187,31 @@ class Tracker:
 
     def _reduce(self, equation: Equation) -> Tracked | None:
         (atom, *_), (out,) = equation.inputs, equation.outputs
-        x, name = self._of(atom), equation.name
+        x, name, place = self._of(atom), equation.name, self.place
         dims = {int(d) for d in equation.params["axes"]}
         axes = tuple(axis for d, axis in enumerate(x.axes) if d not in dims)
         if not self.is_matrix(x.value):
             return None
         reduced = {axis for d in dims if (axis := x.axes[d])}
         repeated = any(x.axes[d] is None and atom.shape[d] > 1 for d in dims)
-        kind = self._kind_of(name, reduced)
+        rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
+        if name == "reduce_sum":
+            kind = "column_sum" if rows else "row_sum" if columns else None
+        else:
+            kind = "max" if place.long <= reduced else "row_max" if columns else None
         if kind is None or repeated or atom.dtype.name not in op_table.NUMBERS:
             raise Uncovered(name)
         negated = name == "reduce_min"
         value = self.builder.node("neg", x.value) if negated else x.value
-        if self._is_result(kind, atom):
+        # A kernel of a ragged product reduces one group at a time; blocks of rows cross groups.
+        along_rows, grouped = kind in ("row_sum", "row_max"), self.grouped
+        if not grouped or (along_rows and grouped.reducible and grouped.vanishes(atom)):
             self.results[out] = Reduction(Result(kind, value), axes, negated)
-        elif kind in ("column_sum", "max") or not self.place.row_fits:
+        elif not (along_rows and place.row_fits):
             raise Uncovered(name)
-        if not self.place.row_fits or reduced != self.place.n:
+        if not place.row_fits or reduced != place.n:
             return None
         return Tracked(self._free.row_statistic(equation, x.value), axes)
-
-    def _is_result(self, kind: str, atom: Atom) -> bool:
-        """Whether a kernel's reduction of an array equals the function's.
-
-        A kernel of a ragged product reduces one group at a time; blocks of rows cross groups.
-        """
-        if self.grouped is None:
-            return True
-        along_rows = kind in ("row_sum", "row_max")
-        return along_rows and self.grouped.reducible and self.grouped.vanishes(atom)
-
-    def _kind_of(
-        self, name: str, reduced: set[str]
-    ) -> Literal["row_sum", "row_max", "column_sum", "max"] | None:
-        """Returns the kind of result that reduces a matrix along at least these letters."""
-        place = self.place
-        rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
-        if name == "reduce_sum":
-            return "column_sum" if rows else "row_sum" if columns else None
-        return "max" if place.long <= reduced else "row_max" if columns else None
 
     def _top_k(self, equation: Equation) -> list[Tracked | None]:
         (atom, *_), place = equation.inputs, self.place
