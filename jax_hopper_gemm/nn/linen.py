@@ -22,7 +22,7 @@ from ..moe import Exchange, Score
 from ..ops.dense import Implementation
 from ..ops.recipes import DelayedScaling, Recipe, as_recipe
 from .gate_up import from_pair
-from .layers import Activation, refuse_dot_general
+from .layers import ARGUMENTS, Activation, refuse_dot_general
 from .moe import initial_experts
 from .moe import run as run_moe
 
@@ -60,11 +60,8 @@ class Dense(nn.Dense):
             bias = self.param("bias", made_by(self.bias_init), shape[1:], self.param_dtype)
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         x, kernel, bias = promoted
-        return product(
-            x, kernel, bias=bias, activation=self.activation,
-            save_preactivation=self.save_preactivation, precision=self.precision,
-            recipe=self.recipe, implementation=self.implementation, **options,
-        )  # fmt: skip
+        named: dict[str, Any] = {name: getattr(self, name) for name in ARGUMENTS}
+        return product(x, kernel, bias=bias, **named, **options)
 
 
 class GatedDense(Dense):
