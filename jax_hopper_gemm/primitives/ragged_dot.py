@@ -136,27 +136,18 @@ def _batch(axis_data: Any, args: Any, axes: Any, *, product: Product) -> tuple[A
         ]
         out = jax.eval_shape(partial(hopper_ragged_dot_p.bind, product=product), *avals)
         return jnp.zeros((0, *out.shape), out.dtype), 0
-    if free := _free_letter(product.subscripts, axes):
-        return _batch_free(axis_data.size, args, axes, product, free)
+    mapped = [i for i, axis in enumerate(axes) if axis is not None]
+    if mapped == [1]:  # all rows have the mapped axis in common
+        return _batch_free(axis_data.size, args, axes, product, 1, "n")
+    if mapped == [0] and product.subscripts == VARLEN_K:
+        return _batch_free(axis_data.size, args, axes, product, 0, "k")
     return _batch_rows(axis_data.size, args, axes, product), 0
 
 
-def _free_letter(subscripts: Subscripts, axes: Any) -> tuple[int, str] | None:
-    """Returns the one operand that is mapped, and its letter that all rows have in common.
-
-    None where the rows themselves are mapped.
-    """
-    mapped = [i for i, axis in enumerate(axes) if axis is not None]
-    if mapped == [1]:
-        return 1, "n"
-    return (0, "k") if mapped == [0] and subscripts == VARLEN_K else None
-
-
 def _batch_free(
-    size: int, args: Any, axes: Any, product: Product, free: tuple[int, str]
+    size: int, args: Any, axes: Any, product: Product, operand: int, letter: str
 ) -> tuple[Any, int]:
-    """Maps one operand by a longer axis: its mapped one joins `free`."""
-    operand, letter = free
+    """Maps one operand by a longer axis: its mapped one joins that of a letter."""
     subscripts = product.subscripts
     args, axis = list(args), (subscripts.lhs, subscripts.rhs)[operand].index(letter)
     array = jnp.moveaxis(args[operand], axes[operand], axis)
