@@ -37,20 +37,6 @@ from .group_sizes import run_ends
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
 
-def ragged_letters(subscripts: Subscripts, periods: int, *, shared: bool) -> Factors:
-    """Returns the letters of a ragged product's operands, sizes last, and of its result.
-
-    Args:
-      periods: of its runs. Of several, rows and matrices have one more axis in front.
-      shared: whether all periods have the same matrices.
-    """
-    lhs, rhs, out = (
-        PERIODS + x if periods > 1 and not (shared and GROUP in x) else x
-        for x in (subscripts.lhs, subscripts.rhs, subscripts.out)
-    )
-    return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUP)
-
-
 @dataclass(frozen=True)
 class Part:
     """One of `count` equal parts of an axis. Its index may be one that only the device knows."""
@@ -124,9 +110,14 @@ def emit_ragged(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
         return None
     request, axis = call.request, call.request.groups
     assert axis
-    words = {"subscripts": str(request.subscripts), "spans": astuple(axis.rule)} | options
-    periods = axis.rule.periods(axis.num_sizes)
-    letters = ragged_letters(request.subscripts, periods, shared=not axis.rule.step)
+    of, periods = request.subscripts, axis.rule.periods(axis.num_sizes)
+    words = {"subscripts": str(of), "spans": astuple(axis.rule)} | options
+    # Of several periods rows, and matrices that are not shared, have one more axis in front.
+    lhs, rhs, out = (
+        PERIODS + x if periods > 1 and (axis.rule.step or GROUP not in x) else x
+        for x in (of.lhs, of.rhs, of.out)
+    )
+    letters = Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUP)
     letters, values, planes = _with_planes(letters, call.values)
     (aval,) = ctx.avals_out
     if any(letter in letters.out for letter in OUTER):
