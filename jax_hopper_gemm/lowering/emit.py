@@ -82,10 +82,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     request = call.request
     values, avals = zip(*inputs_of(ctx, call, route), strict=True)
     outputs = None if route.fusion else tuple(ctx.avals_out)
-    launch = _launch(
-        request.function, request, route, avals, outputs, call.avals, overwritten(call),
-        getattr(ctx.primitive, "name", "launch"),
-    )  # fmt: skip
+    name = getattr(ctx.primitive, "name", "launch")
+    launch = _launch(request, route, avals, outputs, call.avals, overwritten(call), name)
     operands = call.operands if route.fusion else ()
     context = ctx.replace(avals_in=launch.in_avals)
     results = lower_jaxpr(context, launch, *values, *operands, lines=ctx.traceback)
@@ -100,7 +98,6 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
 
 @memoised
 def _launch(
-    function: ClosedJaxpr | None,
     request: Request,
     route: Route,
     inputs: Sequence[Any],

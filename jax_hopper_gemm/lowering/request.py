@@ -60,6 +60,11 @@ class Request(ShapedProduct):
         return hash((self.lhs_shape, self.rhs_shape, self.out_dtype, self.function))
 
     @property
+    def consts(self) -> list[Any]:
+        """The arrays that its functions hold; `memoised` forgets what is asked with some."""
+        return [x for f in (self.function, *self.functions) if f for x in f.consts]
+
+    @property
     def gathered(self) -> Literal["a", "b"] | None:
         """The operand whose rows the kernel gathers, if it does."""
         return self.groups.gathered if self.groups else None

@@ -98,7 +98,7 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
     device = device.limited_to(request.options.max_sms)
     # With block scales XLA would multiply float32 numbers.
     kernel_only = kernel_only or request.options.batch_invariant or request.blocks is not None
-    return _route(request.function, request, device, kernel_only, read)
+    return _route(request, device, kernel_only, read)
 
 
 def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
@@ -111,11 +111,7 @@ def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
 
 @memoised
 def _route(
-    function: ClosedJaxpr | None,
-    request: Request,
-    device: dispatch.Device,
-    kernel_only: bool,
-    read: tuple[Any, ...],
+    request: Request, device: dispatch.Device, kernel_only: bool, read: tuple[Any, ...]
 ) -> Route:
     """Returns the same; `read` is `read_for`."""
     choose, _ = read
@@ -125,10 +121,10 @@ def _route(
         if apart:
             gemm = side_by_side([_whole(x) for x in apart])
             fusion, axes = apart[0].fusion, apart[0].roles
-        elif function is None:
-            gemm = bare_form(request)
+        elif request.function:
+            gemm, fusion, axes = _fused(request, request.function)
         else:
-            gemm, fusion, axes = _fused(request, function)
+            gemm = bare_form(request)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     by_xla = partial(Route, "xla", gemm=gemm, fusion=fusion, roles=axes)
