@@ -111,9 +111,7 @@ def fused_dot(
     }
     others = (*operands, *closed.consts)
     if blocks:
-        (rhs,) = right_operands
-        pair, taken = (lhs, rhs), params["in_place"]
-        results = scaled_dot(pair, blocks, product, others, params["jaxpr"], taken)
+        results = scaled_dot(factors, blocks, product, others, params["jaxpr"], params["in_place"])
     elif product.options.implementation == "xla":
         by_jax = product.options.by_jax
         results = reference_fused(*factors, *others, **params, by_xla=by_jax)

@@ -42,7 +42,7 @@ BATCHED = Subscripts.parse("bmk,bnk->bmn")
 
 
 def scaled_dot(
-    pair: tuple[Any, Any],
+    pair: Sequence[Any],
     scales: tuple[Any, Any],
     product: Product,
     operands: Sequence[Any] = (),
