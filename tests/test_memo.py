@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 
 from jax_hopper_gemm import dot_general, einsum, gated_linear_unit, matmul, ragged_dot
 from jax_hopper_gemm.fusion import memo
+from jax_hopper_gemm.gemm.subscripts import Subscripts
+from jax_hopper_gemm.lowering.request import Request
 from jax_hopper_gemm.ops import settled
 
 A = jnp.asarray(np.linspace(-1, 1, 64 * 32).reshape(64, 32), jnp.bfloat16)
@@ -210,6 +213,21 @@ def test_what_holds_arrays_is_not_remembered():
     function(closed)
     assert len(calls) == 2
     assert memo.interned(closed) is None
+
+
+@pytest.mark.parametrize(("holding", "asked"), [("", 1), ("function", 2), ("functions", 2)])
+def test_what_is_asked_of_functions_with_arrays_is_not_remembered(holding, asked):
+    calls = []
+    function = memo.memoised(lambda request: calls.append(request) or True)
+    array = np.arange(3.0)
+    closed = jax.make_jaxpr(lambda y: y * array)(array)
+    subscripts = Subscripts.parse("mk,kn->mn")
+    request = Request(subscripts, (2, 4), "bfloat16", (4, 3), "bfloat16", "bfloat16")
+    held = {"": {}, "function": {"function": closed}, "functions": {"functions": (closed,) * 2}}
+    request = replace(request, **held[holding])
+    function(request)
+    function(request)
+    assert len(calls) == asked
 
 
 def test_equal_functions_of_many_threads_are_one_object():

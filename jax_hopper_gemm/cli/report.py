@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
 
 import jax_hopper_gemm
@@ -72,12 +73,8 @@ def print_json(command: str, status: int, result: Any, error: str | None) -> Non
 
 def bytes_text(nbytes: int) -> str:
     """Returns a size as text: 512 B, 48.2 KiB, 1.5 MiB."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+    unit, suffix = pick_unit_and_suffix(nbytes, ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{nbytes} B" if unit == 1 else f"{nbytes / unit:.1f} {suffix}"
 
 
 def make_folder(path: Path, name: str) -> None:

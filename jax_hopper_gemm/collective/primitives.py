@@ -68,7 +68,7 @@ def _gathered_dot(
 ) -> list[jax.Array]:
     """Returns the product, and with `with_rows` the gathered rows."""
     chunks = list(_chunks(x, axis_name))
-    results = [_in_order([_matmul(chunk, w, options) for chunk in chunks], axis_name)]
+    results = [_in_order([_by(options, matmul, chunk, w) for chunk in chunks], axis_name)]
     return [*results, _in_order(chunks, axis_name)] if with_rows else results
 
 
@@ -99,7 +99,7 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, options: Optio
     count, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
     rows = x.shape[-2] // count
     if not rows:
-        return _matmul(x, w, options)
+        return _by(options, matmul, x, w)
     half = rows // 2 if count > 1 else 0
     streams = [x for x in ((0, half, 1), (half, rows - half, -1)) if x[1]]  # start, size, step
     sums: list[Any] = [None] * len(streams)
@@ -109,7 +109,7 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, options: Optio
             of_device = (own - step * hop) % count
             part = _rows_of(x, of_device, start, size, count)
             before = None if hop == 1 else _shifted(sums[i], axis_name, step)
-            sums[i] = _matmul(part, w, options, c=before)
+            sums[i] = _by(options, matmul, part, w, c=before)
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=-2)
 
 
@@ -146,22 +146,17 @@ def _scattered_dot_tangent(
     return lax.add(scattered_dot(x_tangent, w, **params), scattered_dot(x, w_tangent, **params))
 
 
-def _matmul(a: jax.Array, b: jax.Array, options: Options, c: Any = None) -> jax.Array:
+def _by(options: Options, product: Any, *arrays: Any, **named: Any) -> jax.Array:
+    """Returns one of our products by options, of which `max_sms` is a context."""
+    names = ("precision", "preferred_element_type", "cotangent_dtype", "implementation")
     with contexts.max_sms(options.max_sms):
-        return matmul(a, b, c=c, **_as_asked(options))
+        return product(*arrays, **{name: getattr(options, name) for name in names}, **named)
 
 
 def _of_columns(x: jax.Array, y: jax.Array, options: Options) -> jax.Array:
     """Returns the product (K, N) of (..., M, K), transposed, and (..., M, N)."""
     rows = tuple(range(x.ndim - 1))
-    with contexts.max_sms(options.max_sms):
-        return dot_general(x, y, ((rows, rows), ((), ())), **_as_asked(options))
-
-
-def _as_asked(options: Options) -> dict[str, Any]:
-    """Returns options as arguments of `ops.matmul`, which takes `max_sms` from its context."""
-    names = ("precision", "preferred_element_type", "cotangent_dtype", "implementation")
-    return {name: getattr(options, name) for name in names}
+    return _by(options, dot_general, x, y, ((rows, rows), ((), ())))
 
 
 # Rules for derivatives and `vmap`.
@@ -181,7 +176,8 @@ def _gathered_dot_jvp(
     if _moves(x_tangent):
         moved = gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params)
     if _moves(w_tangent):
-        moved[0] = ad.add_tangents(moved[0], _matmul(results[1], w_tangent, params["options"]))
+        term = _by(params["options"], matmul, results[1], w_tangent)
+        moved[0] = ad.add_tangents(moved[0], term)
     return results[: 1 + with_rows], moved
 
 

@@ -95,14 +95,12 @@ def build(
 def _build_one(spec: KernelSpec, folder: Path | None) -> str:
     """Makes sure that the kernel is where it is wanted; returns where it came from."""
     entry = digest_of(spec), spec.to_json()
-    if folder is None:
-        compiled = lookup.get(spec)
-        if compiled.origin == "compiled" and lookup.user_cache().read(*entry) is None:
-            raise CubinError(f"the cache {lookup.user_cache().folder} cannot be written")
-        return compiled.origin
-    store = Store(folder, "prebuilt")
-    if there := store.read(*entry):
+    store = Store(folder, "prebuilt") if folder else None
+    if store and (there := store.read(*entry)):
         return there.origin
     compiled = lookup.get(spec)
-    store.write(digest_of(spec), compiled.cubin, compiled.manifest)
+    if store:
+        store.write(entry[0], compiled.cubin, compiled.manifest)
+    elif compiled.origin == "compiled" and lookup.user_cache().read(*entry) is None:
+        raise CubinError(f"the cache {lookup.user_cache().folder} cannot be written")
     return compiled.origin

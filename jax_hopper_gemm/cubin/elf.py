@@ -9,6 +9,7 @@ none of this; `cuobjdump -elf` prints the same fields, and the tests compare wit
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -61,20 +62,20 @@ def read_kernel(cubin: bytes) -> KernelCode:
             raise CubinError(f"expected a cubin with one kernel, found {len(entries)}: {entries}")
         entry = entries[0]
         symbol = sections[f".text.{entry}"].info & 0xFFFFFF
-        of_kernel = list(_attributes(sections[f".nv.info.{entry}"].content))
-        of_module = list(_attributes(sections[".nv.info"].content))
+        of_kernel = _attributes(sections[f".nv.info.{entry}"].content)
+        of_module = _attributes(sections[".nv.info"].content)
         shared = sections.get(f".nv.shared.{entry}")
         (flags,) = struct.unpack_from("<I", cubin, 48)
-        api_version = struct.unpack("<I", _only(of_kernel, _CUDA_API_VERSION))[0]
-        threads_x, threads_y, threads_z = struct.unpack("<3I", _only(of_kernel, _REQNTID))
+        (api_version,) = struct.unpack("<I", of_kernel[_CUDA_API_VERSION][0])
+        threads_x, threads_y, threads_z = struct.unpack("<3I", of_kernel[_REQNTID][0])
         return KernelCode(
             entry=entry,
             sm=(flags if cubin[8] < 8 else flags >> 8) & 0xFF,  # the place depends on the ABI
             toolkit=divmod(api_version, 10),
-            parameters=_parameters([data for code, data in of_kernel if code == _KPARAM_INFO]),
+            parameters=_parameters(of_kernel[_KPARAM_INFO]),
             threads=threads_x * threads_y * threads_z,
-            registers=_of_symbol(of_module, _REGCOUNT)[symbol],
-            stack_bytes=_of_symbol(of_module, _FRAME_SIZE)[symbol],
+            registers=_by_symbol(of_module[_REGCOUNT])[symbol],
+            stack_bytes=_by_symbol(of_module[_FRAME_SIZE])[symbol],
             static_smem_bytes=shared.size if shared else 0,
         )
     except (struct.error, LookupError, ArithmeticError, ValueError) as error:
@@ -94,27 +95,21 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
         yield _Section(name.decode(), content, size, info)
 
 
-def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields (attribute, payload); short attributes carry their value in the record itself."""
+def _attributes(info: bytes) -> dict[int, list[bytes]]:
+    """Returns the payloads of each attribute; short ones have their value in the record itself."""
+    found: dict[int, list[bytes]] = defaultdict(list)
     position = 0
     while position < len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, position)
-        position += 4
-        if form != _HAS_PAYLOAD:
-            yield attribute, value.to_bytes(2, "little")
-            continue
-        yield attribute, info[position : position + value]
-        position += value
+        begin, nbytes = position + 4, value if form == _HAS_PAYLOAD else 0
+        position = begin + nbytes
+        found[attribute].append(info[begin:position] if nbytes else value.to_bytes(2, "little"))
+    return found
 
 
-def _only(attributes: list[tuple[int, bytes]], wanted: int) -> bytes:
-    return next((data for attribute, data in attributes if attribute == wanted), b"")
-
-
-def _of_symbol(attributes: list[tuple[int, bytes]], wanted: int) -> dict[int, int]:
+def _by_symbol(records: list[bytes]) -> dict[int, int]:
     """Returns an attribute's value for each symbol that has one."""
-    pairs = [struct.unpack("<II", data) for attribute, data in attributes if attribute == wanted]
-    return dict(pairs)
+    return dict(struct.unpack("<II", record) for record in records)
 
 
 def _parameters(records: list[bytes]) -> tuple[tuple[int, int], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, fl
 from .graph_builder import Builder
 from .leftover import Finished, Step, arrange, finish
 from .segments import GroupedProgram, GroupedRows
-from .tracker import Reduction, Stack, SumExp, TopK, Tracker
+from .tracker import Reduction, Stack, SumExp, Tracker
 
 TILE_LIMIT = 256  # columns of the widest tile
 
@@ -146,7 +147,8 @@ class _Cut:
 
     def fusion(self) -> Fusion:
         requested = [*self._matrices, *self._others]
-        spelled = [self._shared_max(result) for result in requested]
+        sums = {replace(x, kind="row_max"): x for x in self._others if x.kind == "row_sumexp"}
+        spelled = [sums.get(result, result) for result in requested]  # a row_max is part of one
         kept = list(dict.fromkeys(spelled))
         graph, leaves = self._builder.graph(kept)
         order = {equation: i for i, equation in enumerate(self._program.equations)}
@@ -169,11 +171,6 @@ class _Cut:
                 self._operands, self._program.outputs,
             ),
         )  # fmt: skip
-
-    def _shared_max(self, result: Result) -> Result:
-        """Returns the row_sumexp that contains this row_max, else the result itself."""
-        shared = replace(result, kind="row_sumexp")
-        return shared if result.kind == "row_max" and shared in self._others else result
 
     def _labels(self, result: Result) -> tuple[str, ...]:
         out, m, n = self._place.out, self._place.all_m, self._place.all_n
@@ -259,9 +256,6 @@ class _Cut:
             self._take_sum_of_exp(atom, made)
         elif isinstance(made, Reduction):
             self._take_reduction(atom, made)
-        elif isinstance(made, TopK):
-            result = Result(made.kind, made.value, k=made.k)
-            self._arrange(atom, result, self._request(result), made.axes)
         elif isinstance(made, Stack) and tracker.may_store(atom):
             self._take_stack(atom, made)
         elif tracked and tracker.is_matrix(tracked.value) and self._is_stored(atom, tracked.value):
@@ -270,11 +264,9 @@ class _Cut:
             self._evaluate(tracker.producers[atom])
 
     def _is_stored(self, variable: Variable, value: int) -> bool:
-        if not self._tracker.may_store(variable):
-            return False
-        if not self._from_accumulators or variable not in self._tracker.producers:
-            return True
-        return value < self._builder.num_accumulators
+        recomputed = self._from_accumulators and variable in self._tracker.producers
+        stored = not recomputed or value < self._builder.num_accumulators
+        return stored and self._tracker.may_store(variable)
 
     def _evaluate(self, equation: Equation) -> None:
         if equation in self._run:
@@ -305,9 +297,9 @@ class _Cut:
         return self._labels(result)
 
     def _take_reduction(self, variable: Variable, reduction: Reduction) -> None:
-        result = Result(reduction.kind, reduction.value)
+        result = reduction.result
         labels = self._request(result)
-        combine = jnp.max if reduction.kind.endswith("max") else jnp.sum
+        combine = jnp.max if result.kind.endswith("max") else jnp.sum
         grouped = self._tracker.grouped
         mask = grouped and grouped.mask
         sizes = (grouped.sizes,) if grouped and mask and grouped.sizes else ()
@@ -347,7 +339,7 @@ class _Cut:
     # For `explain`.
 
     def _uncovered(self) -> tuple[str, ...]:
-        names: dict[str, None] = {}
+        names: list[str] = []
         for equation in self._program.equations:
             reasons = [self._tracker.uncovered.get(v, ()) for v in equation.outputs]
             if equation not in self._run or not any(map(self._tracker.depends, equation.outputs)):
@@ -356,6 +348,5 @@ class _Cut:
             arrays = [*equation.inputs, *equation.outputs]
             whole = any(prod(atom.shape) >= self._place.size for atom in arrays)
             if equation.name not in _FREE and (whole or not covered):
-                names.update(dict.fromkeys(name for reason in reasons for name in reason))
-                names[equation.name] = None
+                names += [*chain(*reasons), equation.name]
         return tuple(dict.fromkeys((*names, *sorted(self._arranged))))

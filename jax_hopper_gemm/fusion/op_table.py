@@ -106,11 +106,6 @@ def _select(b: Builder, args: Sequence[int], dtypes: Sequence[str], dtype: str, 
     return b.node("or", b.node("and", predicate, on_true), other)
 
 
-def _clamp(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
-    low, x, high = args
-    return b.node("min", b.node("max", x, low), high)
-
-
 def _integer_pow(b: Builder, args: Sequence[int], _: Any, __: Any, params: Any) -> int:
     return b.node("integer_pow", *args, params=(int(params["y"]),))
 
@@ -157,7 +152,7 @@ _RULES: dict[str, Rule] = {
     "as_float16": lambda b, args, *_: b.node("convert", *args, params=("float16",)),
     "reduce_precision": _reduce_precision,
     "select_n": _select,
-    "clamp": _clamp,
+    "clamp": lambda b, args, *_: b.node("min", b.node("max", args[1], args[0]), args[2]),
     "integer_pow": _integer_pow,
     "round": _round,
     "one_minus_square": _one_minus_square,

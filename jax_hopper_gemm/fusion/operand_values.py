@@ -91,9 +91,8 @@ class FreeVariables:
         row = builder.row_reduction(op, value, self._place.all_n)
         row = builder.node("neg", row) if negated else row
         dtype = equation.outputs[0].dtype.name
-        if dtype in op_table.NARROW:
-            row = builder.node("convert", row, params=(dtype,))
-        return row
+        narrow = dtype in op_table.NARROW
+        return builder.node("convert", row, params=(dtype,)) if narrow else row
 
     def _computed(self, equation: Equation, axes: Axes, cast: str | None) -> int:
         name, inputs = equation.name, equation.inputs

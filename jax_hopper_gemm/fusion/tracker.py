@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from ..gemm.epilogue_graph import MAX_TOP_K
+from ..gemm.epilogue_graph import MAX_TOP_K, Result
 from . import op_table
 from .axes import REDUCTIONS, Axes, Place, is_layout, moved
 from .flatten import Atom, Equation, Program, Variable
@@ -31,10 +30,12 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of a matrix: the kernel computes partial results and XLA combines them."""
+    """A reduction of a matrix: the kernel computes partial results and XLA combines them.
 
-    kind: Literal["row_sum", "row_max", "column_sum", "max"]  # of `epilogue_graph.Result`
-    value: int  # the reduced value
+    Or what is whole, the k largest of each row or their columns: axis "?" counts them.
+    """
+
+    result: Result  # of the kernel, of the reduced value
     axes: Axes  # of the variable; XLA reduces the other letters that the kernel leaves
     negated: bool = False  # whether it is a minimum, computed as the maximum of the negated value
 
@@ -47,16 +48,6 @@ class SumExp:
     axes: Axes  # of the variable
     center: Atom  # constant along each row
     columns: tuple[int, ...]  # the summed dimensions, if `center` has as many dimensions as x
-
-
-@dataclass(frozen=True)
-class TopK:
-    """A variable that holds the k largest of each row, or their columns; axis "?" counts them."""
-
-    kind: Literal["top_k_values", "top_k_indices"]
-    value: int
-    axes: Axes
-    k: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class Tracker:
         self.place, self.builder, self.grouped = place, builder, grouped
         self.tracked: dict[Variable, Tracked] = {}  # those that kernels can compute
         # Those that come from results of the kernel.
-        self.results: dict[Variable, Reduction | SumExp | TopK | Stack] = {}
+        self.results: dict[Variable, Reduction | SumExp | Stack] = {}
         # For each that depends on an accumulator but is not tracked, what operations prevent it.
         self.uncovered: dict[Variable, tuple[str, ...]] = {}
         self.producers: dict[Variable, Equation] = {}  # of each computed variable
@@ -196,45 +187,31 @@ class Tracker:
 
     def _reduce(self, equation: Equation) -> Tracked | None:
         (atom, *_), (out,) = equation.inputs, equation.outputs
-        x, name = self._of(atom), equation.name
+        x, name, place = self._of(atom), equation.name, self.place
         dims = {int(d) for d in equation.params["axes"]}
         axes = tuple(axis for d, axis in enumerate(x.axes) if d not in dims)
         if not self.is_matrix(x.value):
             return None
         reduced = {axis for d in dims if (axis := x.axes[d])}
         repeated = any(x.axes[d] is None and atom.shape[d] > 1 for d in dims)
-        kind = self._kind_of(name, reduced)
+        rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
+        if name == "reduce_sum":
+            kind = "column_sum" if rows else "row_sum" if columns else None
+        else:
+            kind = "max" if place.long <= reduced else "row_max" if columns else None
         if kind is None or repeated or atom.dtype.name not in op_table.NUMBERS:
             raise Uncovered(name)
         negated = name == "reduce_min"
         value = self.builder.node("neg", x.value) if negated else x.value
-        if self._is_result(kind, atom):
-            self.results[out] = Reduction(kind, value, axes, negated)
-        elif kind in ("column_sum", "max") or not self.place.row_fits:
+        # A kernel of a ragged product reduces one group at a time; blocks of rows cross groups.
+        along_rows, grouped = kind in ("row_sum", "row_max"), self.grouped
+        if not grouped or (along_rows and grouped.reducible and grouped.vanishes(atom)):
+            self.results[out] = Reduction(Result(kind, value), axes, negated)
+        elif not (along_rows and place.row_fits):
             raise Uncovered(name)
-        if not self.place.row_fits or reduced != self.place.n:
+        if not place.row_fits or reduced != place.n:
             return None
         return Tracked(self._free.row_statistic(equation, x.value), axes)
-
-    def _is_result(self, kind: str, atom: Atom) -> bool:
-        """Whether a kernel's reduction of an array equals the function's.
-
-        A kernel of a ragged product reduces one group at a time; blocks of rows cross groups.
-        """
-        if self.grouped is None:
-            return True
-        along_rows = kind in ("row_sum", "row_max")
-        return along_rows and self.grouped.reducible and self.grouped.vanishes(atom)
-
-    def _kind_of(
-        self, name: str, reduced: set[str]
-    ) -> Literal["row_sum", "row_max", "column_sum", "max"] | None:
-        """Returns the kind of result that reduces a matrix along at least these letters."""
-        place = self.place
-        rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
-        if name == "reduce_sum":
-            return "column_sum" if rows else "row_sum" if columns else None
-        return "max" if place.long <= reduced else "row_max" if columns else None
 
     def _top_k(self, equation: Equation) -> list[Tracked | None]:
         (atom, *_), place = equation.inputs, self.place
@@ -253,8 +230,8 @@ class Tracker:
             raise Uncovered("top_k")
         values, indices = equation.outputs
         axes = (*x.axes[:-1], "?")
-        self.results[values] = TopK("top_k_values", x.value, axes, k)
-        self.results[indices] = TopK("top_k_indices", x.value, axes, k)
+        self.results[values] = Reduction(Result("top_k_values", x.value, k=k), axes)
+        self.results[indices] = Reduction(Result("top_k_indices", x.value, k=k), axes)
         return [None, None]
 
     def _stack(self, equation: Equation) -> list[Tracked | None]:
@@ -328,10 +305,8 @@ class Tracker:
         return None
 
     def _constant_along(self, atom: Atom, dims: Sequence[int]) -> bool:
-        if not isinstance(atom, Variable) or not atom.shape:
-            return True
-        dims = [d for d in dims if atom.shape[d] > 1]
-        if not dims:
+        dims = [d for d in dims if atom.shape and atom.shape[d] > 1]
+        if not dims or not isinstance(atom, Variable):
             return True
         if atom in self.tracked:
             return all(self.tracked[atom].axes[d] is None for d in dims)

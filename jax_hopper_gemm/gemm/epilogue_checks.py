@@ -48,13 +48,14 @@ def _operand_violations(operand: Operand) -> Iterator[str]:
 
 
 def _node_violations(graph: EpilogueGraph, index: int, node: Node) -> Iterator[str]:
+    logical = (True, False, False) if node.op == "select" else (node.op in LOGIC,) * len(node.args)
     if node.op not in ARITY:
         yield f"is {node.op!r}, which no kernel computes"
     elif len(node.args) != ARITY[node.op]:
         yield f"gives {node.op} {len(node.args)} arguments, not {ARITY[node.op]}"
     elif not all(0 <= argument < graph.first_node + index for argument in node.args):
         yield f"({node.op}) reads a value that comes after it"
-    elif tuple(map(graph.is_predicate, node.args)) != _predicate_arguments(node):
+    elif tuple(map(graph.is_predicate, node.args)) != logical:
         yield f"({node.op}) takes numbers for truth values or the reverse"
 
 
@@ -89,12 +90,6 @@ def _plane_violations(results: tuple[Result, ...]) -> Iterator[str]:
                 expected = ("matrix", result.dtype, 1, 2)
 
 
-def _predicate_arguments(node: Node) -> tuple[bool, ...]:
-    if node.op == "select":
-        return (True, False, False)
-    return (node.op in LOGIC,) * len(node.args)
-
-
 # What an epilogue takes of a math thread's registers, in one place: to be calibrated by compiling
 # kernels at the limits and looking for spills.
 IN_FLIGHT = 1  # elements that the compiler evaluates side by side
@@ -120,9 +115,8 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
     """
     columns = epi_tile_n // 4  # of a tile of 64 rows, that a thread holds values of
     registers = _computing_registers(graph, columns) + REGISTERS_PER_LOADED * len(graph.loaded)
-    for operand in graph.operands:
-        if operand.kind == "matrix":
-            registers += _tile_registers(operand.dtype, epi_tile_n)
+    read = (operand.dtype for operand in graph.operands if operand.kind == "matrix")
+    registers += sum(_tile_registers(dtype, epi_tile_n) for dtype in read)
     for i, result in enumerate(graph.matrices):
         computed = result.value >= graph.accumulators
         if i or (computed and result.dtype == "float32"):
@@ -137,7 +131,9 @@ def _computing_registers(graph: EpilogueGraph, columns: int) -> int:
     """Returns the registers of what is held along rows and columns, and of the worst node."""
     held = {(True, True): 0, (False, True): columns, (True, False): 2, (False, False): 1}
     along = variation(graph)
-    last_use = _last_uses(graph)
+    # Of each value the last node that reads it; of a result, one past the last node.
+    last_use = {a: i for i, node in enumerate(graph.nodes, graph.first_node) for a in node.args}
+    last_use |= {result.value: graph.num_values for result in graph.results}
     used = [value for value in range(graph.accumulators, graph.num_values) if value in last_use]
     alive = worst = 0
     for value, node in enumerate(graph.nodes, graph.first_node):
@@ -173,11 +169,3 @@ def variation(graph: EpilogueGraph) -> list[tuple[bool, bool]]:
         columns = any(varying[argument][1] for argument in node.args)
         varying.append((rows, columns and node.op not in ROW_REDUCTIONS))
     return varying
-
-
-def _last_uses(graph: EpilogueGraph) -> dict[int, int]:
-    """Returns the last node that reads each value; of a result, one past the last node."""
-    last: dict[int, int] = {}
-    for index, node in enumerate(graph.nodes):
-        last |= dict.fromkeys(node.args, graph.first_node + index)
-    return last | {result.value: graph.num_values for result in graph.results}

@@ -22,9 +22,9 @@ class Options:
     # The product's dtype, or None; with an epilogue it may be a tuple: dtypes of the results.
     preferred_element_type: Any = None
     save_preactivation: bool = True  # else gradients compute the product anew
-    max_sms: int | None = None  # how many SMs a kernel may use; None: all
     # In which dtype cotangents enter the products of the gradients; None: as they come.
     cotangent_dtype: Any = None
+    max_sms: int | None = None  # how many SMs a kernel may use; None: all
     # Whether a row's bits depend neither on the number of rows nor on the others; needs a kernel.
     batch_invariant: bool = False
     recipe: ByRecipe | None = None  # by which the operands are quantized

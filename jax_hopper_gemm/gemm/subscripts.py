@@ -18,7 +18,6 @@ class DotGeneral:
 
     swap_ab: bool  # whether the right operand comes first
     dimension_numbers: DimensionNumbers  # of the operands in that order
-    out: str  # letters of the result before the transpose
     permutation: tuple[int, ...]  # of the transpose
     order: tuple[int, ...]  # the permutation that takes it back
 
@@ -152,4 +151,4 @@ class Subscripts:
             return tuple(map(ordered.lhs.index, of)), tuple(map(ordered.rhs.index, of))
 
         permutation, order = tuple(map(out.index, self.out)), tuple(map(self.out.index, out))
-        return DotGeneral(swap_ab, (axes(contracted), axes(batch)), out, permutation, order)
+        return DotGeneral(swap_ab, (axes(contracted), axes(batch)), permutation, order)

@@ -82,14 +82,10 @@ class Dependences:
         self.of |= dict.fromkeys(equation.outvars, depends)
         if cone:
             self.cone |= dict.fromkeys(equation.outvars, cone)
-        elif statistics := self._statistics_in(equation, kind, inputs):
-            self.statistics |= dict.fromkeys(equation.outvars, statistics)
-
-    def _statistics_in(self, equation: Any, kind: Kind, inputs: tuple[Any, ...]) -> int:
-        """Returns the products of whose rows' statistics an equation without a cone is made."""
-        if kind == "reduction" and along_of(equation) == "columns":
-            return self.cone[inputs[0]]
-        return joined(self.statistics, inputs) if kind in ("elementwise", "layout") else 0
+        elif kind == "reduction" and along_of(equation) == "columns":
+            self.statistics[equation.outvars[0]] = self.cone[inputs[0]]
+        elif kind in ("elementwise", "layout") and (found := joined(self.statistics, inputs)):
+            self.statistics |= dict.fromkeys(equation.outvars, found)
 
     def _is_read_twice(self, variable: Any, made_of: Iterable[Any]) -> bool:
         """Whether a matrix is read more than once, and less to read than what it is made of."""

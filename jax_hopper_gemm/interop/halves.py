@@ -58,12 +58,10 @@ def _half(x: Any, makers: dict[Any, Any]) -> tuple[Any, int, int] | None:
     cut = makers.get(squeeze.invars[0])
     if cut is None or cut.primitive is not lax.slice_p:
         return None
-    (array,), axes = cut.invars, squeeze.params["dimensions"]
-    shape, kept = array.aval.shape, cut.outvars[0].aval.shape
-    cuts = tuple(i for i, extent in enumerate(shape) if extent != kept[i])
-    if cuts != tuple(axes) or [shape[i] for i in cuts] != [2]:
+    axis = _cut_axis(cut)
+    if axis is None or tuple(squeeze.params["dimensions"]) != (axis,):
         return None
-    return array, cuts[0], cut.params["start_indices"][cuts[0]]
+    return cut.invars[0], axis, cut.params["start_indices"][axis]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..fusion.flatten import MOVES
 from ..gemm.dtypes import QUANTIZED, RESULTS, name_of
-from .dependences import Dependences
+from .dependences import Dependences, all_behind
 from .kinds import Along
 from .program import Region
 from .stored import Stored
@@ -147,20 +147,16 @@ class Regions:
             return False
         depends = self.dependences
         statistics = depends.statistics if self._sums_exponentials(variable) else {}
-        pending, seen = [variable], set()
-        while pending:
-            x = pending.pop()
-            if x in seen:
-                continue
-            seen.add(x)
-            inside = (depends.cone.get(x, 0) | statistics.get(x, 0)) & region.bits
-            if inside and depends.kind(x) == "product":
-                continue
-            if inside or x is variable:
-                pending += depends.inputs(x)
-            elif depends.of.get(x, 0) & region.bits:
-                return False
-        return True
+
+        def is_inside(x: Any) -> bool:
+            bits = depends.cone.get(x, 0) | statistics.get(x, 0)
+            return x is variable or bool(bits & region.bits)
+
+        def made_of(x: Any) -> Sequence[Any]:
+            return depends.inputs(x) if is_inside(x) and depends.kind(x) != "product" else ()
+
+        read = (x for x in all_behind([variable], made_of) if not is_inside(x))
+        return not any(depends.of.get(x, 0) & region.bits for x in read)
 
     def _sums_exponentials(self, variable: Any) -> bool:
         """Whether a variable is a sum of exp(x - y), for which a kernel need not know y."""
@@ -208,7 +204,6 @@ class Regions:
             within = Counter(x for number in region.equations for x in inputs_of[number])
             updates = not results.isdisjoint(region.outputs)
             multiplied = {x for number in region.products for x in inputs_of[number]}
-            region.last_read = set()
             # NOTE: a kernel reads what it multiplies until its last tile is stored.
             for x in [x for x in region.operands if x not in multiplied]:
                 last = self._program.uses[x] == within[x] if x in self._program.makers else updates

@@ -195,12 +195,6 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     return ROWS_APART if apart else None
 
 
-def _symbolic(program: Any) -> bool:
-    """Whether an array of a program has a symbolic extent, whose products no kernel runs."""
-    arrays = (x.aval for equation in program.eqns for x in equation.outvars)
-    return any(type(n) is not int for x in arrays for n in getattr(x, "shape", ()))
-
-
 def _out_sharding(equation: Any) -> Any:
     """Returns the sharding that a ragged product asks for.
 
@@ -232,7 +226,9 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             reasons[alike] = reason_left(equation, transposes, rewriting.implementation)
         return reasons[alike] is None
 
-    fuse = rewriting.fuse and not _symbolic(inner)
+    made = (x.aval for equation in inner.eqns for x in equation.outvars)
+    symbolic = any(type(n) is not int for x in made for n in getattr(x, "shape", ()))
+    fuse = rewriting.fuse and not symbolic  # products of such extents no kernel runs
     original, inner = inner, with_converted_operands(with_equations_of_accelerated(inner))
     if fuse:
         inner = inner.replace(eqns=without_scatters(inner.eqns))
@@ -286,35 +282,28 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
 
 def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:
     """Returns an equation with our products in its inner programs."""
-    params: dict[str, Any] = {}
+    before, params = equation.params, dict[str, Any]()
 
     def rewrite() -> None:
-        for key, x in equation.params.items():
+        for key, x in before.items():
             params[key] = _in_value(x, rewriting.within(weights, equation, key))
 
-    _run_within(equation, rewrite)
+    # As JAX calls what `shard_map` maps: elsewhere its rules forget over which axes a value varies.
+    if before.get("check_vma"):
+        where = {"mesh": before["mesh"], "axis_names": before["newly_manual_axes"]}
+        mapped = jax.shard_map(rewrite, in_specs=(), out_specs=None, **where)
+        with equation.ctx.manager:
+            jax.make_jaxpr(mapped)()
+    else:
+        rewrite()
     rewriting = rewriting._replace(weights=())
-    same = all(params[key] is x for key, x in equation.params.items())
+    same = all(params[key] is x for key, x in before.items())
     if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
         return equation
     for name, change in _RULES.items():
         if name in params:
             params[name] = _changed(params[name], partial(change, rewriting))
     return equation.replace(params=params)
-
-
-def _run_within(equation: Any, function: Callable[[], None]) -> None:
-    """Calls a function, for a `shard_map` as JAX calls what it maps.
-
-    Elsewhere JAX's rules forget over which axes a value varies.
-    """
-    params = equation.params
-    if not params.get("check_vma"):
-        return function()
-    where = {"mesh": params["mesh"], "axis_names": params["newly_manual_axes"]}
-    mapped = jax.shard_map(function, in_specs=(), out_specs=None, **where)
-    with equation.ctx.manager:
-        jax.make_jaxpr(mapped)()
 
 
 def _multiplies(params: dict[str, Any]) -> bool:

@@ -118,11 +118,8 @@ class Stored:
             for x in self._inputs[number]:
                 if x in own and x not in self.variables:
                     last[x] = max(last.get(x, -1), number if number in steps else end)
-        best: list[Any] = [x for x in outs if x in last]
-        for alive in alive_after(best, steps, last):
-            if _bytes_of(alive) <= _bytes_of(best):
-                best = alive
-        return best
+        first = [x for x in outs if x in last]
+        return min(reversed([first, *alive_after(first, steps, last)]), key=_bytes_of)
 
     def _is_operand(self, x: Any, region: Region) -> bool:
         """Whether a kernel can read a variable, or compute it from what it reads.

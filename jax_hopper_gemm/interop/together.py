@@ -145,23 +145,18 @@ def _faster(group: list[_Member], device: Device) -> list[_Member] | None:
 
 def _launch(group: Sequence[_Member]) -> Any:
     """Returns the equation of the products of a group."""
-    operands = (y for x in group for y in x.operands)
+    operands, in_place, functions = [], [], tuple(x.epilogue for x in group if x.epilogue)
+    for member in group:
+        taken = [None if x is None else x + len(operands) for x in member.in_place]
+        in_place += [*taken, *[None] * (len(member.equation.outvars) - len(taken))]
+        operands += member.operands
+    product, in_place = group[0].product, tuple(in_place)
     return group[-1].equation.replace(
-        primitive=hopper_dots_p, params=_params(group),
+        primitive=hopper_dots_p,
+        params={"product": product, "functions": functions, "in_place": in_place},
         invars=[group[0].shared, *(x.right for x in group), *operands],
         outvars=[out for x in group for out in x.equation.outvars],
-    )  # fmt: skip
-
-
-def _params(group: Sequence[_Member]) -> dict[str, Any]:
-    functions = tuple(x.epilogue for x in group if x.epilogue)
-    in_place: list[int | None] = []
-    before = 0  # operands of other epilogues
-    for member in group:
-        taken = [None if x is None else x + before for x in member.in_place]
-        in_place += [*taken, *[None] * (len(member.equation.outvars) - len(taken))]
-        before += len(member.operands)
-    return {"product": group[0].product, "functions": functions, "in_place": tuple(in_place)}
+    )
 
 
 def _ordered(equations: Sequence[Any], groups: Sequence[list[_Member]]) -> list[Any]:

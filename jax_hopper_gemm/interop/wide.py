@@ -151,9 +151,9 @@ def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
         return function(*inputs)
     if name in CALLS and name != "custom_jvp_call":
         return _evaluate(params[CALLS[name]].jaxpr, inputs)
+    dtypes = [x.aval.dtype for x in equation.invars]
     if tests_for_infinity(equation):  # which a number of 16 bits is earlier
-        pairs = zip(inputs, equation.invars, strict=True)
-        inputs = [_rounded(x, atom.aval.dtype) for x, atom in pairs]
+        inputs = list(map(_rounded, inputs, dtypes))
     with equation.ctx.manager:
         if name == "convert_element_type":
             dtype = params["new_dtype"]
@@ -161,8 +161,7 @@ def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
                 return [_wide(lax.convert_element_type(inputs[0], dtype))]
             return [lax.convert_element_type(inputs[0], WIDE if _is_narrow(dtype) else dtype)]
         if name == "custom_jvp_call":  # its rule is for its own dtypes
-            pairs = zip(inputs, equation.invars, strict=True)
-            inputs = [lax.convert_element_type(x, atom.aval.dtype) for x, atom in pairs]
+            inputs = list(map(lax.convert_element_type, inputs, dtypes))
         results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
     results = results if equation.primitive.multiple_results else [results]
     return [_wide(x) for x in results]

@@ -7,8 +7,8 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Literal, NamedTuple
+from itertools import chain, product
+from typing import Literal
 
 from ..gemm import grid, simt
 from ..gemm.cutting import COLUMNS, ROWS, CutSpec
@@ -61,11 +61,9 @@ class LaunchPlan:
         the kernel's order, each opened by its kind: 0 tensor map (buffer, offset,
         CUtensorMapDataType, CUtensorMapSwizzle, rank, dims, strides, box), 1 int32, 2 pointer.
         """
-        words: list[int] = [PLAN_VERSION, *self.grid, *self.cluster, self.threads, self.smem_bytes]
-        words += [0, len(self.params)]
-        for param in self.params:
-            words += param.encode()
-        return tuple(words)
+        words = chain.from_iterable(param.encode() for param in self.params)
+        head = PLAN_VERSION, *self.grid, *self.cluster, self.threads, self.smem_bytes
+        return (*head, 0, len(self.params), *words)
 
 
 def make_plan(
@@ -83,7 +81,7 @@ def make_plan(
         clusters, along_m = grid.cluster_grid(problem, spec), raster_order.along == "m"
         raster = make_raster(*clusters, problem.l, along_m=along_m, swizzle=raster_order.swizzle)
     values = _simt_params(problem, spec) if spec.simt_width else _tma_params(problem, spec)
-    values |= _numbers("raster", raster)
+    values |= _numbers("raster", raster._asdict())
     values["k_tiles"] = Int32(grid.num_k_tiles(problem, spec))
     workspaces: dict[str, int] = {}
     if spec.dynamic:
@@ -91,7 +89,7 @@ def make_plan(
     if spec.split_k:
         tape = grid.k_split(problem, spec, num_sms)
         slots = max(1, tape.ranges) * spec.cluster_size
-        values |= _numbers("tape", tape)
+        values |= _numbers("tape", tape._asdict())
         workspaces["partials"] = 4 * slots * spec.d_tile_m * spec.tile_n
         workspaces["flags"] = 8 * slots * spec.tile_warps
     first = grid.num_inputs(problem) + len(grid.result_shapes(problem, spec))
@@ -121,14 +119,14 @@ def _tma_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         values["stack_matrices"] = Int32(problem.stack)
     if spec.nested:
         inner, middle, _ = batch_axes(problem, problem.d, problem.l)
-        values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
+        values |= _numbers("nest", {"inner": inner[0], "middle": middle[0]})
     if spec.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
     for name, tile in zip(start_names(spec.panels), grid.panel_starts(problem, spec), strict=True):
         values[name] = Int32(tile)
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
-        values |= _numbers("zero", grid.zero_rows(problem))
+        values |= _numbers("zero", grid.zero_rows(problem)._asdict())
     return values
 
 
@@ -155,11 +153,9 @@ def _simt_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 
 def _strided(name: str, buffer: int, layout: MatrixLayout, matrices: int) -> dict[str, Param]:
     """Returns the values of a `kernel_params.Strided`."""
-    return {
-        name: Pointer(buffer),
-        f"{name}_stride": Int32(layout.leading_stride),
-        f"{name}_batch_stride": Int32(layout.batch_stride if matrices > 1 else 0),
-    }
+    batch_stride = layout.batch_stride if matrices > 1 else 0
+    numbers = {"stride": layout.leading_stride, "batch_stride": batch_stride}
+    return {name: Pointer(buffer), **_numbers(name, numbers)}
 
 
 def in_kernel_order(spec: KernelSpec, values: dict[str, Param]) -> tuple[Param, ...]:
@@ -175,8 +171,8 @@ def in_kernel_order(spec: KernelSpec, values: dict[str, Param]) -> tuple[Param, 
     return tuple(values[param.name] for param in params)
 
 
-def _numbers(prefix: str, numbers: NamedTuple) -> dict[str, Param]:
-    return {f"{prefix}_{name}": Int32(value) for name, value in numbers._asdict().items()}
+def _numbers(prefix: str, numbers: dict[str, int]) -> dict[str, Param]:
+    return {f"{prefix}_{name}": Int32(value) for name, value in numbers.items()}
 
 
 def _group_params(problem: GemmProblem) -> dict[str, Param]:
@@ -190,8 +186,8 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
         layout = problem.a if groups.gathered == "a" else problem.b
         width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
         values["gather_indices"] = Pointer(sizes + 1)
-        values |= {"gather_rows": Int32(groups.source_rows), "gather_width": Int32(width)}
-        values["gather_stride"] = Int32(layout.leading_stride)
+        numbers = {"rows": groups.source_rows, "width": width, "stride": layout.leading_stride}
+        values |= _numbers("gather", numbers)
     return values
 
 
@@ -208,7 +204,7 @@ def _scale_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             "k_stride": scales.k_stride,
             "batch_stride": scales.batch_stride if p.l > 1 else 0,
         }
-        values |= {f"{name}_scales_{of}": Int32(number) for of, number in numbers.items()}
+        values |= _numbers(f"{name}_scales", numbers)
     return values
 
 

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 from ..dispatch import Device, pass_ns, slower_than_in_tf32, widening_ns
-from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from .canonical import rounds_operands
@@ -46,19 +45,18 @@ def decide(
       origins: of the left operand, and of the right one or of gate and up.
     """
     read = read_for(request, device)
-    return _decided(request.function, request, origins, device, kernel_only, read)
+    return _decided(request, origins, device, kernel_only, read)
 
 
 @memoised
 def _decided(
-    function: ClosedJaxpr | None,
     request: Request,
     origins: Sequence[Origin],
     device: Device,
     kernel_only: bool,
     read: tuple[Any, ...],
 ) -> Decision:
-    """Returns the same; `function` is the request's, `read` is `read_for`."""
+    """Returns the same; `read` is `read_for`."""
     if request.panels and (reason := _read_in_place(request, origins)):
         return Decision(Form(request), Route("xla", reason, "model"), reason)
     forms = forms_of(request, origins)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced, without_lines
 from ..fusion.memo import memoised
-from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import result_shapes
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
@@ -83,10 +82,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     request = call.request
     values, avals = zip(*inputs_of(ctx, call, route), strict=True)
     outputs = None if route.fusion else tuple(ctx.avals_out)
-    launch = _launch(
-        request.function, request, route, avals, outputs, call.avals, overwritten(call),
-        getattr(ctx.primitive, "name", "launch"),
-    )  # fmt: skip
+    name = getattr(ctx.primitive, "name", "launch")
+    launch = _launch(request, route, avals, outputs, call.avals, overwritten(call), name)
     operands = call.operands if route.fusion else ()
     context = ctx.replace(avals_in=launch.in_avals)
     results = lower_jaxpr(context, launch, *values, *operands, lines=ctx.traceback)
@@ -101,7 +98,6 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
 
 @memoised
 def _launch(
-    function: ClosedJaxpr | None,
     request: Request,
     route: Route,
     inputs: Sequence[Any],
@@ -116,15 +112,18 @@ def _launch(
       outputs: of the launch; None: those of the epilogue's graph.
       in_place: as in `Call`, without those that nothing may overwrite.
     """
-    epilogues = [] if outputs is not None else _epilogues(request, route)
-    written = [y for x in epilogues for y in x.written] if outputs is None else outputs
+    written, epilogues = list(outputs or ()), list[Any]()  # of those that are launched together
     aliases: dict[int, int] = {}
-    first, before = 1 + len(request.rhs_shapes), 0  # of operands, of results
-    for x in epilogues:
-        taken = own_in_place(in_place, x.reads, x.makes)
-        found = overwriting_results(avals[x.reads], taken, x.route, x.written)
-        aliases |= {first + place: before + number for place, number in found.items()}
-        first, before = first + len(x.graph.operands), before + len(x.written)
+    if outputs is None:
+        first, routes = 1 + len(request.rhs_shapes), route.apart or (route,)
+        for of, own, (reads, makes) in zip(request.apart, routes, request.slices, strict=True):
+            assert of.function and own.fusion
+            arrays = _written(of, own)
+            taken = own_in_place(in_place, reads, makes)
+            found = overwriting_results(avals[reads], taken, own.fusion, arrays)
+            aliases |= {first + place: len(written) + number for place, number in found.items()}
+            first, written = first + len(own.fusion.operands), written + arrays
+            epilogues.append((of, own, len(arrays), reads))
     workspaces = [ShapedArray((nbytes,), np.uint8) for nbytes in route.plan.workspaces]
     outs = (*written, *workspaces)
 
@@ -134,32 +133,12 @@ def _launch(
         if not epilogues:
             return found[: len(written)]
         finished: list[Any] = []
-        for x in epilogues:
-            own, found = found[: len(x.written)], found[len(x.written) :]
-            finished += finished_results(x.request, x.route, *own, *operands[x.reads])
+        for of, own, count, reads in epilogues:
+            finished += finished_results(of, own, *found[:count], *operands[reads])
+            found = found[count:]
         return finished
 
     return without_lines(traced(program, *inputs, *(avals if route.fusion else ())))
-
-
-class _Epilogue(NamedTuple):
-    """The epilogue of a product, of one of those that are launched together."""
-
-    request: Request
-    route: Route
-    graph: EpilogueGraph
-    written: list[ShapedArray]  # by the kernel
-    reads: slice  # which operands of all epilogues are its
-    makes: slice  # which results
-
-
-def _epilogues(request: Request, route: Route) -> list[_Epilogue]:
-    found = []
-    for of, own, slices in zip(request.apart, route.apart or (route,), request.slices, strict=True):
-        assert of.function and own.fusion
-        written = [_varying_like(of.function.in_avals[0], x) for x in _written(of, own)]
-        found.append(_Epilogue(of, own, own.fusion.graph, written, *slices))
-    return found
 
 
 @cache
@@ -177,14 +156,14 @@ def _lower_launch(
 ) -> Any:
     assert route.gemm and route.spec
     attributes = product_attributes(route.gemm.problem, route.spec, route.plan)
-    return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(
-        ctx, *values, **attributes
-    )
+    lower = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))
+    return lower(ctx, *values, **attributes)
 
 
 def _written(request: Request, route: Route) -> list[ShapedArray]:
-    """Returns the arrays that the kernel writes: matrices with the axes of the result."""
-    assert route.gemm and route.spec and route.roles
+    """Returns what the kernel writes, varying as the product: matrices with the result's axes."""
+    assert route.gemm and route.spec and route.roles and request.function
+    product: Any = request.function.in_avals[0]
     extents, out = request.extents, request.subscripts.out
     columns = len(out.rstrip(route.roles.n))
     arrays = []
@@ -195,13 +174,7 @@ def _written(request: Request, route: Route) -> list[ShapedArray]:
             sizes = [extents[letter] for letter in out]
             planes = [result.planes] if result.planes > 1 else []
             shape = (*sizes[:columns], *planes, *sizes[columns:])
-        arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
+        named = {"shape": shape, "dtype": np.dtype(jnp.dtype(dtype)), "weak_type": False}
+        sharding = with_partitions(product.sharding, (None,) * len(shape))
+        arrays.append(product.update(**named, sharding=sharding))
     return arrays
-
-
-def _varying_like(aval: Any, array: ShapedArray) -> ShapedArray:
-    """Returns an abstract value like `array` that varies over the mesh axes that `aval` does."""
-    if aval.sharding.mesh.empty:
-        return array
-    whole = with_partitions(aval.sharding, (None,) * array.ndim)
-    return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=whole)

@@ -46,17 +46,13 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
     across = _across_k(through)
     in_place = _gathering(_indexing(through, origins), origins)
     narrow = _narrow(through, origins)
-    forms = [across] if across else []
-    if narrow:
-        forms += [_gathering(_indexing(narrow, origins), origins), narrow]
+    in_narrow = [_gathering(_indexing(narrow, origins), origins), narrow] if narrow else []
     ordered = _ordered(through, origins)
     asked = [ordered, through] if in_place == through else [in_place, ordered, through]
     joined = _joined(ordered or Form(request))
     along = (_along_k(request, operands) for operands in ALONG_K)
-    for form in (*asked, Form(request), *along, joined):
-        if form is not None and form not in forms:
-            forms.append(form)
-    return forms
+    forms = (across, *in_narrow, *asked, Form(request), *along, joined)
+    return list(dict.fromkeys(filter(None, forms)))
 
 
 def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
@@ -134,18 +130,12 @@ def _along_k(request: Request, operands: Sequence[int]) -> Form | None:
         return None
     if request.groups and is_varlen_k(request.subscripts):
         return None
-    subscripts, contracted = request.subscripts, request.subscripts.contracted
-    copied: list[tuple[int, tuple[int, ...]]] = []
-    for i in operands:
-        labels = subscripts.rhs if i else subscripts.lhs
-        if labels[-1:] in contracted or (request.gathered and "ab"[i] == request.gathered):
-            continue
-        along_k = "".join(x for x in labels if x not in contracted) + contracted
-        permutation = tuple(map(labels.index, along_k))
-        request = request.permuted(i, permutation)
-        numbers = range(1, 1 + request.num_b) if i else (0,)
-        copied += [(number, permutation) for number in numbers]
-    return Form(request, copied=tuple(copied)) if copied else None
+    form, contracted = Form(request), request.subscripts.contracted
+    for i, labels in enumerate((request.subscripts.lhs, request.subscripts.rhs)):
+        if i in operands and labels[-1:] not in contracted and "ab"[i] != request.gathered:
+            along_k = "".join(x for x in labels if x not in contracted) + contracted
+            form = _transposed(form, i, tuple(map(labels.index, along_k)))
+    return form if form.copied else None
 
 
 def _across_k(form: Form) -> Form | None:
@@ -215,9 +205,12 @@ def _joined(form: Form) -> Form | None:
 
 
 def _transposed(form: Form, operand: int, permutation: tuple[int, ...]) -> Form:
-    """Returns the same product of an operand's transpose, by axes of the operand."""
+    """Returns the same product of a transpose of the left or the right operand, by their axes."""
     request = form.request.permuted(operand, permutation)
-    return replace(form, request=request, copied=(*form.copied, (operand, permutation)))
+    numbers = range(1, 1 + request.num_b) if operand else (0,)
+    return replace(
+        form, request=request, copied=form.copied + tuple((i, permutation) for i in numbers)
+    )
 
 
 def visible(form: Form, origins: Sequence[Origin], operand: int) -> bool:

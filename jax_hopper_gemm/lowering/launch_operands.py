@@ -15,6 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from ..fusion import Fusion
 from ..fusion.jaxprs import traced
 from ..fusion.memo import memoised
 from ..gemm.bf16_parts import num_parts, stored_k
@@ -56,9 +57,8 @@ def inputs_of(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[A
     follows = _epilogue_operands(ctx, call, route) if route.fusion else []
     index = None if call.index is None else behind_barrier(call.index)
     integers = [Array.of(x, "int32") for x in (call.sizes, call.rows, index) if x is not None]
-    scales = _group_scales if call.request.k_group else _block_scales
-    of_scales = scales(ctx, call, route) if call.scales else []
-    return [*_factors(ctx, call, route), *follows, *integers, *of_scales]
+    scales = _scales(ctx, call, route) if call.scales else []
+    return [*_factors(ctx, call, route), *follows, *integers, *scales]
 
 
 def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
@@ -74,25 +74,12 @@ def _factors(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Ar
     if route.spec and route.spec.reads_parts:
         letters = [request.subscripts.lhs, *[request.subscripts.rhs] * request.num_b]
         contracted, terms = request.subscripts.contracted, route.spec.bf16_terms
-        inputs = [
-            _in_parts(ctx, x, of, contracted, terms) for x, of in zip(inputs, letters, strict=True)
-        ]
+        for i, of in enumerate(letters):  # another kernel cuts them, along neighbouring axes
+            first = min(map(of.index, contracted))
+            cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
+            (inputs[i],) = inputs[i].changed(ctx, cut)
+            inputs[i].value.owner.attributes[CUT] = ir.UnitAttr.get()
     return inputs[::-1] if route.gemm.swap_ab else inputs
-
-
-def _in_parts(
-    ctx: mlir.LoweringRuleContext, array: Array, of: str, contracted: str, terms: int
-) -> Array:
-    """Returns a float32 operand as the bfloat16 parts that a kernel reads; another one cuts it.
-
-    Args:
-      of: the letters of the operand's axes; those `contracted` are neighbours.
-    """
-    first = min(map(of.index, contracted))
-    cut = partial(cut_along, first=first, end=first + len(contracted), terms=terms)
-    (parts,) = array.changed(ctx, cut)
-    parts.value.owner.attributes[CUT] = ir.UnitAttr.get()
-    return parts
 
 
 def cut_along(x: jax.Array, first: int, end: int, terms: int) -> jax.Array:
@@ -160,21 +147,17 @@ def overwritten(call: Call) -> tuple[int | None, ...]:
 
 
 def overwriting_results(
-    avals: Sequence[Any],
-    in_place: Sequence[int | None],
-    route: Route,
-    results: Sequence[ShapedArray],
+    avals: Sequence[Any], in_place: Sequence[int | None], fusion: Fusion, results: Sequence[Any]
 ) -> dict[int, int]:
     """Returns for operands of the epilogue the number of the result that takes their memory.
 
     Args:
       avals: of the function's operands.
       in_place: for the function's first results, which of these it takes.
-      results: that the kernel writes.
+      results: abstract values of those that the kernel writes.
     """
-    assert route.fusion
     overwritten: dict[int, int] = {}
-    pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
+    pairs = zip(fusion.operands, fusion.graph.operands, strict=True)
     for place, (index, operand) in enumerate(pairs):
         if index not in in_place:
             continue
@@ -196,29 +179,21 @@ def _kept(value: ir.Value) -> bool:
     return not any(name in ir.DictAttr(attributes) for name in donated)
 
 
-def _block_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns the block scales, in the kernel's order and as it reads them."""
+def _scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
+    """Returns scales as a kernel reads them: those of groups along K, or of blocks in its order."""
     assert route.gemm
-    p, inputs = route.gemm.problem, []
-    values = call.scales[::-1] if route.gemm.swap_ab else call.scales
-    for value, scales in zip(values, (p.a_scales, p.b_scales), strict=True):
-        assert scales
-        as_read = partial(_as_read, length=scales.k_stride)
-        inputs += Array.of(value, np.float32).changed(ctx, as_read)
-    return inputs
-
-
-def _group_scales(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Array]:
-    """Returns the scales along K of each right operand, (L, blocks along K, N)."""
-    assert route.gemm
-    request, problem = call.request, route.gemm.problem
-    arranged = partial(_by_groups, request=request, problem=problem)
-    arrays = (Array.of(value, np.float32) for value in call.scales)
-    return [each for array in arrays for each in array.changed(ctx, arranged)]
+    request, p, values = call.request, route.gemm.problem, call.scales
+    if request.k_group:
+        arranged = [partial(_by_groups, request=request, problem=p)] * len(values)
+    else:
+        values = values[::-1] if route.gemm.swap_ab else values
+        arranged = [partial(_as_read, length=x.k_stride) for x in (p.a_scales, p.b_scales) if x]
+    pairs = zip(values, arranged, strict=True)
+    return [each for x, by in pairs for each in Array.of(x, np.float32).changed(ctx, by)]
 
 
 def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> list[jax.Array]:
-    """Returns scales that broadcast against the right operand as its matrices and columns lie."""
+    """Returns scales that broadcast against the right operand as (L, blocks along K, N) each."""
     subscripts, extents = request.subscripts, request.extents
     batch, columns = scale_letters(request, problem)
     up, letters = request.gate_up, subscripts.rhs

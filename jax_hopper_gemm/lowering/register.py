@@ -27,16 +27,19 @@ class Lowering:
     """How a primitive is lowered, beyond the JAX function that it stands for."""
 
     cuda: Rule | None = None  # where the program is for CUDA alone; gives None: the function
-    partitioned: Rule | None = None  # where XLA may partition it over devices; as `cuda`, before it
+    partitioned: Rule | None = None  # where XLA partitions it over devices; as `cuda`, before it
     # Whether equal equations of a program may become calls of one function. The arguments of such a
     # function hide the operations that they come from. With `cuda` none are shared.
     shared: bool = True
 
 
 def register_lowering(
-    primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
+    primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering, partitions: Rule
 ) -> None:
-    """Registers one rule for all platforms; the arguments are those of `define_primitive`."""
+    """Registers one rule for all platforms; the arguments are those of `define_primitive`.
+
+    `partitions(ctx)` says whether XLA partitions a program, and asks for the shards.
+    """
     to_xla = lower_fun_once(reference)
     if (for_cuda := lowering.cuda) is None:
         mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)
@@ -69,7 +72,7 @@ def register_lowering(
             return to_xla(ctx, *values, **params)
         platforms = platforms_of(ctx)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
-        if not on_host and (rule := lowering.partitioned):
+        if not on_host and (rule := lowering.partitioned) and partitions(ctx):
             if emitted := rule(ctx, *values, **params):
                 return emitted
         if platforms == ("cuda",) and not on_host:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..dispatch.canonical import ShapedProduct
 from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.dtypes import DTYPES, name_of, short_name
-from ..gemm.groups import is_varlen_k
+from ..gemm.groups import GroupedAxis, is_varlen_k
 from ..gemm.product import Options, Product
 from ..gemm.spec import PROMOTION_K, TMA_ALIGNMENT
 
@@ -40,8 +40,16 @@ class Request(ShapedProduct):
     functions: tuple[ClosedJaxpr, ...] = ()  # the epilogues of these, if they have some
 
     @classmethod
-    def of(cls, product: Product, lhs: Any, rhs: Any, out: Any, **further: Any) -> Request:
-        """Returns what is asked of a product of abstract values; `out` is its first result's."""
+    def of(
+        cls, product: Product, lhs: Any, rhs: Any, out: Any, sizes: Any = None, **further: Any
+    ) -> Request:
+        """Returns what is asked of a product of abstract values; `out` is its first result's.
+
+        The `sizes` of a ragged one are the first operand of its function, if it has one.
+        """
+        if product.groups:
+            axis = GroupedAxis.of(product.subscripts, product.groups, sizes.shape[0])
+            further |= {"groups": axis, "sizes_operand": 0 if further.get("function") else None}
         return cls(
             product.subscripts, lhs.shape, name_of(lhs.dtype), rhs.shape, name_of(rhs.dtype),
             name_of(out.dtype), product.options, **further,
@@ -50,6 +58,11 @@ class Request(ShapedProduct):
     def __hash__(self) -> int:
         """Is asked often: what mostly tells requests of a program apart is enough."""
         return hash((self.lhs_shape, self.rhs_shape, self.out_dtype, self.function))
+
+    @property
+    def consts(self) -> list[Any]:
+        """The arrays that its functions hold; `memoised` forgets what is asked with some."""
+        return [x for f in (self.function, *self.functions) if f for x in f.consts]
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:

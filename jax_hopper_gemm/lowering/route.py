@@ -98,7 +98,7 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
     device = device.limited_to(request.options.max_sms)
     # With block scales XLA would multiply float32 numbers.
     kernel_only = kernel_only or request.options.batch_invariant or request.blocks is not None
-    return _route(request.function, request, device, kernel_only, read)
+    return _route(request, device, kernel_only, read)
 
 
 def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
@@ -111,11 +111,7 @@ def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
 
 @memoised
 def _route(
-    function: ClosedJaxpr | None,
-    request: Request,
-    device: dispatch.Device,
-    kernel_only: bool,
-    read: tuple[Any, ...],
+    request: Request, device: dispatch.Device, kernel_only: bool, read: tuple[Any, ...]
 ) -> Route:
     """Returns the same; `read` is `read_for`."""
     choose, _ = read
@@ -125,20 +121,23 @@ def _route(
         if apart:
             gemm = side_by_side([_whole(x) for x in apart])
             fusion, axes = apart[0].fusion, apart[0].roles
-        elif function is None:
-            gemm = bare_form(request)
+        elif request.function:
+            gemm, fusion, axes = _fused(request, request.function)
         else:
-            gemm, fusion, axes = _fused(request, function)
+            gemm = bare_form(request)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     by_xla = partial(Route, "xla", gemm=gemm, fusion=fusion, roles=axes)
-    if fusion and fusion.uncovered and request.options.batch_invariant:
-        names = ", ".join(fusion.uncovered)
+    names = ", ".join(fusion.uncovered) if fusion else ""
+    if names and request.options.batch_invariant:
         return by_xla(f"XLA would compute {names}, in an order of its own", "unsupported")
     decision = choose(gemm.problem, device, kernel_only=kernel_only)
-    reason = _read_again(fusion) if fusion and not request.groups else None
-    if reason and not kernel_only:
-        return by_xla(reason, "model")
+    # The rest of an epilogue that a kernel can only begin reads the kernel's results from memory.
+    # If one of them is a float32 matrix, nothing is saved: XLA would also store the product and
+    # read it back, but once, in the pass that computes the whole epilogue.
+    wide = fusion and any(result.dtype == "float32" for result in fusion.graph.matrices)
+    if names and wide and not (request.groups or kernel_only):
+        return by_xla(f"XLA computes {names}, and would read a float32 product for that", "model")
     if decision.spec is None or decision.raster_order is None:
         return by_xla(decision.reason, decision.source)
     return Route(
@@ -226,15 +225,3 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
         return ""
     aligned = zip(out[len(out) - len(shape) :], shape, strict=True)
     return "".join(letter for letter, extent in aligned if extent != 1)
-
-
-def _read_again(fusion: Fusion) -> str | None:
-    """Returns why XLA should compute all of an epilogue that a kernel can only begin, if it should.
-
-    The rest of the epilogue reads the kernel's results from memory. If one of them is a float32
-    matrix, nothing is saved: XLA would also store the product and read it back, but once, in the
-    pass that computes the whole epilogue.
-    """
-    if not fusion.uncovered or all(r.dtype != "float32" for r in fusion.graph.matrices):
-        return None
-    return f"XLA computes {', '.join(fusion.uncovered)}, and would read a float32 product for that"

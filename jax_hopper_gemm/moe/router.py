@@ -134,16 +134,15 @@ def route(
     layers.check_route(logits, choosing, experts)
     selection = Selection(experts_per_token, score, normalize)
 
-    def routed(logits: Any, experts: Any, scale: Any, *bias: jax.Array) -> Routing:
+    def routed(logits: Any, experts: Any, scale: Any, bias: Any) -> Routing:
         logits = logits.astype(jnp.float32)
         if experts is None:
-            return arrange(logits, selection.experts(logits, *bias), selection, scale)
+            return arrange(logits, selection.experts(logits, bias), selection, scale)
         experts, count = as_int32(experts, least=-1), logits.shape[1]
         chooses = (experts >= 0) & (experts < count)
         return arrange(logits, jnp.where(chooses, experts, count), selection, scale, chooses)
 
-    bias = () if selection_bias is None else (selection_bias,)
-    return in_auto_axes(routed, _shardings(logits), logits, experts, scale, *bias)
+    return in_auto_axes(routed, _shardings(logits), logits, experts, scale, selection_bias)
 
 
 @names_itself
@@ -188,18 +187,18 @@ def route_tokens(
     fits = kernel.shape[1] <= MOST_COLUMNS_OF_A_ROW_IN_A_TILE
     fits = fits and experts_per_token <= MOST_FUSED_EXPERTS_PER_TOKEN
 
-    def routed(x: jax.Array, kernel: jax.Array, scale: Any, *bias: jax.Array) -> Routing:
+    def routed(x: jax.Array, kernel: jax.Array, scale: Any, bias: Any) -> Routing:
         if fits:
+            biases = () if bias is None else (bias,)
             logits, experts = ops.matmul(
-                x, kernel, epilogue=selection.with_logits, epilogue_operands=bias, **options
+                x, kernel, epilogue=selection.with_logits, epilogue_operands=biases, **options
             )
         else:
             logits = ops.matmul(x, kernel, **options)
-            experts = selection.experts(logits, *bias)
+            experts = selection.experts(logits, bias)
         return arrange(logits, experts, selection, scale)
 
-    bias = () if selection_bias is None else (selection_bias,)
-    return in_auto_axes(routed, _shardings(x), x, kernel, scale, *bias)
+    return in_auto_axes(routed, _shardings(x), x, kernel, scale, selection_bias)
 
 
 def as_jax(op: str, optional: dict[str, Any] | None = None, **arrays: Any) -> list[jax.Array]:
@@ -229,12 +228,14 @@ class Selection:
     score: Score
     normalize: bool
 
-    def experts(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
+    def scores(self, logits: jax.Array) -> jax.Array:
+        return (jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid)(logits)
+
+    def experts(self, logits: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Returns (T, k) int32. Scores rise with logits, so only a bias needs the scores."""
         keys = lax.stop_gradient(logits)
-        if bias:
-            score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
-            keys = score(keys) + lax.stop_gradient(bias[0]).astype(keys.dtype)[None]
+        if bias is not None:
+            keys = self.scores(keys) + lax.stop_gradient(bias).astype(keys.dtype)[None]
         return lax.top_k(keys, self.experts_per_token)[1]
 
     def with_logits(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -251,7 +252,7 @@ class Selection:
         keys = chosen(logits, experts)
         if chooses is not None:  # of the lowest key the score is 0
             keys = jnp.where(chooses, keys, jnp.finfo(keys.dtype).min)
-        weights = (jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid)(keys)
+        weights = self.scores(keys)
         if self.score == "sigmoid" and self.normalize:
             total = weights.sum(-1, keepdims=True)
             if chooses is not None:
@@ -261,10 +262,8 @@ class Selection:
         return weights if chooses is None else jnp.where(chooses, weights, 0)
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
-        if self.score == "softmax":
-            return jax.nn.softmax(logits)
-        scores = jax.nn.sigmoid(logits)
-        return scores / scores.sum(-1, keepdims=True)
+        scores = self.scores(logits)
+        return scores if self.score == "softmax" else scores / scores.sum(-1, keepdims=True)
 
 
 def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:

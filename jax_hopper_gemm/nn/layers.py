@@ -19,6 +19,9 @@ from ..ops.dense import Implementation
 from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
 
+# Attributes of a layer, here and in `linen`, that are arguments of its product.
+ARGUMENTS = "activation", "save_preactivation", "precision", "recipe", "implementation"
+
 
 class Linear(nnx.Linear):
     """`nnx.Linear` with an activation; bias, activation and residual are fused into the GEMM.
@@ -135,13 +138,9 @@ def _run(layer: Linear | GatedLinear, product: Any, inputs: Any, **options: Any)
     """Returns a product with a layer's parameters, by the layer's options and further ones."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
-    return product(
-        x, kernel, bias=bias, activation=layer.activation,
-        save_preactivation=layer.save_preactivation, precision=layer.precision,
-        preferred_element_type=layer.preferred_element_type,
-        cotangent_dtype=layer.cotangent_dtype, recipe=layer.recipe,
-        implementation=layer.implementation, **options,
-    )  # fmt: skip
+    names = *ARGUMENTS, "preferred_element_type", "cotangent_dtype"
+    named = {name: getattr(layer, name) for name in names}
+    return product(x, kernel, bias=bias, **named, **options)
 
 
 class MLP(nnx.Module):

@@ -22,8 +22,8 @@ from ..moe import Exchange, Score
 from ..ops.dense import Implementation
 from ..ops.recipes import DelayedScaling, Recipe, as_recipe
 from .gate_up import from_pair
-from .layers import Activation, refuse_dot_general
-from .moe import RUN_WITH, initial_experts
+from .layers import ARGUMENTS, Activation, refuse_dot_general
+from .moe import initial_experts
 from .moe import run as run_moe
 
 
@@ -60,11 +60,8 @@ class Dense(nn.Dense):
             bias = self.param("bias", made_by(self.bias_init), shape[1:], self.param_dtype)
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         x, kernel, bias = promoted
-        return product(
-            x, kernel, bias=bias, activation=self.activation,
-            save_preactivation=self.save_preactivation, precision=self.precision,
-            recipe=self.recipe, implementation=self.implementation, **options,
-        )  # fmt: skip
+        named: dict[str, Any] = {name: getattr(self, name) for name in ARGUMENTS}
+        return product(x, kernel, bias=bias, **named, **options)
 
 
 class GatedDense(Dense):
@@ -227,9 +224,7 @@ class MoE(nn.Module):
         if self.use_selection_bias:
             zeros = partial(jnp.zeros, self.num_experts, jnp.float32)
             bias = self.variable("moe", "selection_bias", zeros).value
-        y, statistics = run_moe(
-            inputs, router, gate_up, down, bias, **{name: getattr(self, name) for name in RUN_WITH}
-        )
+        y, statistics = run_moe(self, inputs, router, gate_up, down, bias)
         self.sow("intermediates", "statistics", statistics)
         return (y, statistics) if return_statistics else y
 

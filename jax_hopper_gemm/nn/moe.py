@@ -21,10 +21,10 @@ from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
 from .layers import Activation
 
-RUN_WITH = (
-    "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",
-    "expert_axis", "token_axes", "mesh", "exchange", "save_preactivation", "precision",
-    "recipe", "implementation",
+# Attributes of a layer that are arguments of `mixture_of_experts`.
+ARGUMENTS = (
+    "experts_per_token", "activation", "score", "normalize", "scale", "exchange",
+    "save_preactivation", "precision", "recipe", "implementation",
 )  # fmt: skip
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
@@ -148,10 +148,7 @@ class MoE(nnx.Module):
         """
         gate_up = (self.gate_up[...],) if self.stacked else (self.gate[...], self.up[...])
         bias = None if self.selection_bias is None else self.selection_bias[...]
-        y, statistics = run(
-            inputs, self.router[...], gate_up, self.down[...], bias,
-            **{name: getattr(self, name) for name in RUN_WITH},
-        )  # fmt: skip
+        y, statistics = run(self, inputs, self.router[...], gate_up, self.down[...], bias)
         return (y, statistics) if return_statistics else y
 
 
@@ -161,25 +158,16 @@ def initial_experts(init: Any, experts: int, key: Any, *, shape: Any, dtype: Any
 
 
 def run(
-    x: Any,
-    router: Any,
-    gate_up: tuple[Any, ...],
-    down: Any,
-    selection_bias: Any,
-    *,
-    dtype: Any,
-    router_dtype: Any,
-    expert_axis: str | None,
-    token_axes: Sequence[str] | None,
-    mesh: Any,
-    **options: Any,
+    layer: Any, x: Any, router: Any, gate_up: tuple[Any, ...], down: Any, selection_bias: Any
 ) -> tuple[jax.Array, Statistics]:
     """Runs `mixture_of_experts`, in a `jax.shard_map` where it needs one.
 
-    Arguments are those of `MoE` and its parameters; `options` are those of `mixture_of_experts`.
+    `layer` is an `MoE`, here or in `linen`; the others are its input and its parameters.
     """
-    dtype = jnp.result_type(x, *gate_up, down) if dtype is None else dtype
-    router = router.astype(dtype if router_dtype is None else router_dtype)
+    expert_axis, token_axes, mesh = layer.expert_axis, layer.token_axes, layer.mesh
+    options: dict[str, Any] = {name: getattr(layer, name) for name in ARGUMENTS}
+    dtype = jnp.result_type(x, *gate_up, down) if layer.dtype is None else layer.dtype
+    router = router.astype(dtype if layer.router_dtype is None else layer.router_dtype)
     x, down, *hidden_weights = (jnp.asarray(a).astype(dtype) for a in (x, down, *gate_up))
     weights = hidden_weights[0] if len(hidden_weights) == 1 else tuple(hidden_weights)
 

@@ -143,9 +143,8 @@ def matmul(
         jnp.matmul, (("out_sharding", out_sharding),), checks.strong_dtype(terms.get("c"))
     )
     options = Options(
-        implementation, precision, preferred_element_type, save_preactivation,
-        cotangent_dtype=cotangent_dtype,
-    )  # fmt: skip
+        implementation, precision, preferred_element_type, save_preactivation, cotangent_dtype
+    )
     factors = _Factors(("a", "b"), given, pair, (a, b), lambda: checks.matmul_axes(a, b))
     return _run(product, factors, steps, terms, epilogue_operands, options, recipe)
 
@@ -193,9 +192,8 @@ def dot_general(
     """
     steps = Steps("dot_general", epilogue=epilogue)
     options = Options(
-        implementation, precision, preferred_element_type, save_preactivation,
-        cotangent_dtype=cotangent_dtype,
-    )  # fmt: skip
+        implementation, precision, preferred_element_type, save_preactivation, cotangent_dtype
+    )
     pair = lhs, rhs
     return _dot(pair, dimension_numbers, steps, epilogue_operands, options, recipe, out_sharding)
 
@@ -266,9 +264,8 @@ def einsum(
     operands = tuple(as_quantized("einsum", f"operands[{i}]", x) for i, x in enumerate(operands))
     checks.check_einsum(subscripts, operands, epilogue)
     options = Options(
-        implementation, precision, preferred_element_type, save_preactivation,
-        cotangent_dtype=cotangent_dtype,
-    )  # fmt: skip
+        implementation, precision, preferred_element_type, save_preactivation, cotangent_dtype
+    )
     if is_quantized(*operands):
         form = checks.one_product(subscripts).dot_general()
         lhs, rhs = operands[::-1] if form.swap_ab else operands

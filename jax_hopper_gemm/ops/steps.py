@@ -66,10 +66,7 @@ class Steps:
         return whole if self.plain else jnp.dtype("float32"), whole, several
 
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
-        split = len(self.named)
-        terms = {
-            name: _as(product, x) for name, x in zip(self.named, operands[:split], strict=True)
-        }
+        terms = {x: _as(product, y) for x, y in zip(self.named, operands, strict=False)}
         y = product
         for name in SCALES:
             y = y * terms[name] if name in terms else y
@@ -87,7 +84,7 @@ class Steps:
         if self.epilogue is None:
             return y
         y = y if self.permutation is None else lax.transpose(y, self.permutation)
-        return checks.call(self.op, "epilogue", self.epilogue, y, *operands[split:])
+        return checks.call(self.op, "epilogue", self.epilogue, y, *operands[len(terms) :])
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,8 @@ def batched_product(
     if product.groups:
         return _batched_ragged(axis_data.size, operands, axes, product)
     if len(set(right_axes)) > 1:
-        right_operands = list(
-            map(partial(mapped_first, axis_data.size), right_operands, right_axes)
-        )
-        right_axes = [0]
+        mapped = partial(mapped_first, axis_data.size)
+        right_operands, right_axes = map(mapped, right_operands, right_axes), [0]
     return [lhs, *right_operands], batched(product, axis_data, (lhs_axis, right_axes[0])), 0
 
 

@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
 
+from .. import sharding
 from ..fusion.jaxprs import is_inexact, jvp_by, traced_once, transpose_by
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.request import Request
@@ -89,7 +90,7 @@ def define_primitive(
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
     _register_rules(primitive, reference, rules)
-    register_lowering(primitive, abstract, reference, lowering or Lowering())
+    register_lowering(primitive, abstract, reference, lowering or Lowering(), sharding.applies)
     if request_of:
         PRODUCTS[primitive] = apart
         pe.partial_eval_jaxpr_custom_rules[primitive] = remat_rule

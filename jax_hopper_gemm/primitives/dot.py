@@ -93,14 +93,17 @@ def _widened_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Arr
     return _xla_dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), product=product)
 
 
-def _batch_folded(axis_data: Any, operands: Any, axes: Any, *, product: Product) -> Any:
-    return reference_dot(*operands, product=batched(product, axis_data, axes)), 0
+def _batch(
+    multiply: Any, axis_data: Any, operands: Any, axes: Any, *, product: Product
+) -> tuple[Any, int]:
+    """Adds a letter: a batch index where both operands have it, else a free one."""
+    return multiply(*operands, product=batched(product, axis_data, axes)), 0
 
 
 _folded_dot_p = define_primitive(
     "folded_dot",
     _xla_dot,
-    rules=Rules(linear_in=(0, 1), transpose="reference", batch=_batch_folded),
+    rules=Rules(linear_in=(0, 1), transpose="reference", batch=partial(_batch, reference_dot)),
 )
 mlir.register_lowering(_folded_dot_p, lower_fun_once(_widened_dot), platform="cpu")
 
@@ -146,11 +149,6 @@ def as_cotangent(primal: Any, gradient: Any) -> Any:
     return lax.convert_element_type(gradient, primal.dtype)
 
 
-def _batch(axis_data: Any, operands: Any, axes: Any, *, product: Product) -> tuple[Any, int]:
-    """Adds a letter: a batch index where both operands have it, else a free one."""
-    return hopper_dot_p.bind(*operands, product=batched(product, axis_data, axes)), 0
-
-
 def batched(product: Product, axis_data: Any, axes: Any) -> Product:
     """Returns the product whose operands have mapped axes; the result's is its first.
 
@@ -184,13 +182,9 @@ def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
     """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
-    if not sharding.applies(ctx):
-        return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
-    call = call.readable(ctx)
-    if call.left_to_xla(ctx):
-        return None
-    if (words := options_to_words(product.options)) is None:
+    call, words = call.readable(ctx), options_to_words(product.options)
+    if words is None or call.left_to_xla(ctx):
         return None
     subscripts = call.request.subscripts
     params = {"subscripts": str(subscripts)} | words
@@ -215,8 +209,10 @@ hopper_dot_p = define_primitive(
     reference_dot,
     abstract=_abstract_eval,
     rules=Rules(
-        linear_in=(0, 1), transpose=(partial(_transpose, 1), partial(_transpose, 0)), batch=_batch
-    ),
+        linear_in=(0, 1),
+        transpose=(partial(_transpose, 1), partial(_transpose, 0)),
+        batch=lambda *args, **params: _batch(hopper_dot_p.bind, *args, **params),
+    ),  # fmt: skip
     lowering=Lowering(_lower_for_cuda, _lower_partitioned),
     request_of=_request_of,
 )

@@ -83,14 +83,8 @@ def _batch(axis_data: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any
 
 
 def request_of_dots(
-    avals: Sequence[Any],
-    out_avals: Sequence[Any],
-    *,
-    product: Product,
-    functions: Sequence[ClosedJaxpr],
-    in_place: Sequence[int | None] = (),
+    avals: Any, out_avals: Any, *, product: Product, functions: Sequence[ClosedJaxpr], **_: Any
 ) -> Request:
-    del in_place
     lhs, *rights = avals
     rights = rights[: len(functions)] if functions else rights
     shape, axis = [*rights[0].shape], product.subscripts.rhs.index(product.subscripts.columns[0])

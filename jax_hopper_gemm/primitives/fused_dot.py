@@ -16,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.core import eval_jaxpr
 
-from ..fusion.jaxprs import ClosedJaxpr, abstract, traced, varying_together
+from ..fusion.jaxprs import abstract, traced, varying_together
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import Groups, is_varlen_k
 from ..gemm.product import Product
@@ -88,45 +88,36 @@ def fused_dot(
     dtypes = out_dtypes or [
         product_dtype if (x.shape, x.dtype) == plain else x.dtype for x in results
     ]
-    complete = partial(_completed, closed, dtypes, len(accumulators), len(operands), of_rows)
+    products, count = len(accumulators), len(accumulators) + len(operands)
+
+    def completed(*args: Any) -> list[Any]:
+        """Returns the results in their dtypes; of rows in groups 0 in rows of no group."""
+        outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
+        cast = [lax.convert_element_type(x, to) for x, to in zip(outputs, dtypes, strict=True)]
+        if of_rows is None:
+            return cast
+        return [
+            segment_mask(x, args[products], of_rows)
+            if x.shape == args[0].shape and not any(output is y for y in args[:products])
+            else x
+            for x, output in zip(cast, outputs, strict=True)
+        ]
+
     params = {
-        "jaxpr": traced(complete, *accumulators, *operands, *closed.consts),
+        "jaxpr": traced(completed, *accumulators, *operands, *closed.consts),
         "product": product,
         "num_b": len(right_operands),
         "in_place": tuple(in_place),
     }
     others = (*operands, *closed.consts)
     if blocks:
-        (rhs,) = right_operands
-        pair, taken = (lhs, rhs), params["in_place"]
-        results = scaled_dot(pair, blocks, product, others, params["jaxpr"], taken)
+        results = scaled_dot(factors, blocks, product, others, params["jaxpr"], params["in_place"])
     elif product.options.implementation == "xla":
         by_jax = product.options.by_jax
         results = reference_fused(*factors, *others, **params, by_xla=by_jax)
     else:
         results = hopper_fused_p.bind(*factors, *others, **params)
     return jax.tree.unflatten(structure, results)
-
-
-def _completed(
-    closed: ClosedJaxpr, dtypes: Sequence[Any], products: int, operands: int, rows: Groups | None,
-    *args: Any,
-) -> list[Any]:  # fmt: skip
-    """Returns a function's results in their dtypes; of rows in groups 0 in rows of no group.
-
-    `args` are so many products, so many operands, and arrays that the function closes over.
-    """
-    count = products + operands
-    outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
-    cast = [lax.convert_element_type(x, to) for x, to in zip(outputs, dtypes, strict=True)]
-    if rows is None:
-        return cast
-    return [
-        segment_mask(x, args[products], rows)
-        if x.shape == args[0].shape and not any(output is y for y in args[:products])
-        else x
-        for x, output in zip(cast, outputs, strict=True)
-    ]
 
 
 def _by_rows(

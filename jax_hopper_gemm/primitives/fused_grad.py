@@ -208,8 +208,6 @@ def _lower_epilogue_partitioned(
     ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
 ) -> Any:
     """Emits the same where XLA partitions the program over devices."""
-    if not custom_call.applies(ctx):
-        return None
     found = _choices(
         ctx, values, jaxpr, custom_call.product_at, lambda call, _: route_partitioned(ctx, call)
     )
@@ -231,9 +229,10 @@ def _choices(
     for index, value in enumerate(values):
         if (bare := product_at(value)) is not None:
             call = _followed(ctx, bare, values, index, jaxpr)
-            if route := route_of(call, value):
-                choices.append((call, route))
-    return sorted(choices, key=lambda choice: _covered(choice[1]), reverse=True)
+            if (route := route_of(call, value)) and route.fusion:
+                covered = -len(route.uncovered), len(route.fusion.graph.nodes)
+                choices.append((covered, call, route))
+    return [x[1:] for x in sorted(choices, key=lambda x: x[0], reverse=True)]
 
 
 def _followed(
@@ -249,12 +248,6 @@ def _followed(
     )  # fmt: skip
     avals = (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :])
     return replace(call, request=request, operands=operands, avals=avals)
-
-
-def _covered(route: Route) -> tuple[int, int]:
-    """Returns what orders routes by how much of a function the kernel computes."""
-    assert route.fusion
-    return -len(route.uncovered), len(route.fusion.graph.nodes)
 
 
 epilogue_p = define_primitive(

@@ -10,9 +10,7 @@ from typing import Any
 
 from jax.interpreters import mlir
 
-from .. import sharding
 from ..fusion.jaxprs import ClosedJaxpr, traced
-from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
@@ -23,27 +21,15 @@ from .group_sizes import sizes_of_each
 
 
 def request_of(
-    avals: Sequence[Any],
-    out_avals: Sequence[Any],
-    *,
-    jaxpr: ClosedJaxpr,
-    product: Product,
-    num_b: int,
-    in_place: tuple[int | None, ...],
+    avals: Any, out_avals: Any, *, jaxpr: ClosedJaxpr, product: Product, num_b: int, **_: Any
 ) -> Request:
-    lhs, right, *_ = avals
-    request = Request.of(product, lhs, right, out_avals[0], num_b=num_b, function=jaxpr)
-    if (groups := product.groups) is None:
-        return request
-    sizes = avals[1 + num_b]
-    if product.batch:
+    lhs, right, groups = *avals[:2], product.groups
+    sizes = avals[1 + num_b] if groups else None
+    if groups and product.batch:
         own = right.ndim > len(product.subscripts.rhs)
-        groups = replace(groups, step=groups.count if own else 0)
         lhs, right, sizes = traced(partial(_flat, product), lhs, right, sizes).out_avals
-    axis = GroupedAxis.of(product.subscripts, groups, sizes.shape[0])
-    return replace(
-        request, lhs_shape=lhs.shape, rhs_shape=right.shape, groups=axis, sizes_operand=0
-    )
+        product = replace(product, groups=replace(groups, step=groups.count if own else 0))
+    return Request.of(product, lhs, right, out_avals[0], sizes, num_b=num_b, function=jaxpr)
 
 
 def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:
@@ -92,8 +78,6 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         """Emits a product with its function, or else the product and the function behind it."""
-        if not sharding.applies(ctx):
-            return None
         if not params["product"].batch:  # else by its products, which are mapped
             call = _call_of(ctx, values, params).readable(ctx)
             route = route_partitioned(ctx, call)

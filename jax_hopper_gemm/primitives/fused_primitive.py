@@ -41,11 +41,10 @@ from .accumulators import accumulators_of, batched_product, multiply
 from .auto_axes import stated_sharding
 from .define import Rule, Rules, accumulator_dtype, define_primitive
 from .dot import as_cotangent, entering
-from .fused_dot_sharded import NAME, fused_of_shards
+from .fused_dot_sharded import NAME, RAGGED
 from .fused_grad import Recompute, epilogue_tangent_p
 from .fused_lowering import fused_lowering, request_of
-from .fused_ragged_sharded import NAME as RAGGED
-from .fused_ragged_sharded import fused_of_ragged_shards
+from .fused_shards import fused_of_shards
 from .segments import segment_broadcast_p, segment_mask, segment_mask_p
 
 
@@ -54,12 +53,7 @@ def _split(args: Sequence[Any], num_b: int) -> tuple[Any, Sequence[Any], Sequenc
 
 
 def reference_fused(
-    *args: Any,
-    jaxpr: ClosedJaxpr,
-    product: Product,
-    num_b: int,
-    in_place: tuple[int | None, ...],
-    by_xla: bool = True,
+    *args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, by_xla: bool = True, **_: Any
 ) -> list[Any]:
     """The results as XLA computes them; if not `by_xla`, but for the products.
 
@@ -67,9 +61,8 @@ def reference_fused(
       *args: the left operand, the right ones, the function's operands; of these, sizes come
         first where the product is a ragged one.
       jaxpr: the function, of the accumulators and its operands.
-      in_place: as in `fused_dot`; only kernels heed it.
+      others: as in `fused_dot`; only kernels heed `in_place`.
     """
-    del in_place
     lhs, right_operands, operands = _split(args, num_b)
     sizes = operands[: product.num_sizes_operands]
     accumulators = accumulators_of(product, lhs, right_operands, *sizes, by_xla=by_xla)
@@ -194,13 +187,10 @@ def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
     source = jaxpr.jaxpr.invars[index]
     same = {source} if source.aval.dtype == dtype else set()
     for equation in jaxpr.jaxpr.eqns:
-        if equation.primitive not in (lax.convert_element_type_p, segment_mask_p):
-            continue
-        (x, *_), (out,) = equation.invars, equation.outvars
-        convert = equation.primitive is lax.convert_element_type_p and x is source
-        masked = equation.primitive is segment_mask_p and any(x is y for y in same)
-        if (convert and out.aval.dtype == dtype) or masked:
-            same.add(out)
+        converts = equation.primitive is lax.convert_element_type_p and equation.invars[0] is source
+        masks = equation.primitive is segment_mask_p and any(equation.invars[0] is x for x in same)
+        if masks or (converts and equation.outvars[0].aval.dtype == dtype):
+            same.update(equation.outvars)
     outputs = enumerate(jaxpr.jaxpr.outvars)
     return next((i for i, x in outputs if any(x is y for y in same)), None)
 
@@ -281,7 +271,7 @@ hopper_fused_p = define_primitive(
     apart=_apart,
 )
 sharding.register(NAME, partial(fused_of_shards, hopper_fused_p.bind))
-sharding.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
+sharding.register(RAGGED, partial(fused_of_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second

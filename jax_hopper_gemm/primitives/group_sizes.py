@@ -114,11 +114,8 @@ def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
 def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
     """Returns the number of each row's matrix, (length,) int32; -1 for rows of no group."""
     rows = jnp.arange(length, dtype=np.int32)
-    if sizes.shape[0] == 0:
-        run = jnp.zeros_like(rows)
-    else:
-        ends = run_ends(sizes, length)
-        run = count_up_to(ends, rows)
+    some = sizes.shape[0] != 0
+    run = count_up_to(run_ends(sizes, length), rows) if some else jnp.zeros_like(rows)
     period = run // groups.period
     place = run - period * groups.period - groups.first
     return jnp.where((place >= 0) & (place < groups.count), period * groups.step + place, -1)

@@ -8,7 +8,7 @@ one flat product, of all matrices' rows behind one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from ..gemm.groups import (
     VARLEN_K_T,
     VARLEN_M_KN,
     VARLEN_M_NK,
-    GroupedAxis,
     is_varlen_k,
 )
 from ..gemm.product import Product
@@ -137,27 +136,18 @@ def _batch(axis_data: Any, args: Any, axes: Any, *, product: Product) -> tuple[A
         ]
         out = jax.eval_shape(partial(hopper_ragged_dot_p.bind, product=product), *avals)
         return jnp.zeros((0, *out.shape), out.dtype), 0
-    if free := _free_letter(product.subscripts, axes):
-        return _batch_free(axis_data.size, args, axes, product, free)
+    mapped = [i for i, axis in enumerate(axes) if axis is not None]
+    if mapped == [1]:  # all rows have the mapped axis in common
+        return _batch_free(axis_data.size, args, axes, product, 1, "n")
+    if mapped == [0] and product.subscripts == VARLEN_K:
+        return _batch_free(axis_data.size, args, axes, product, 0, "k")
     return _batch_rows(axis_data.size, args, axes, product), 0
 
 
-def _free_letter(subscripts: Subscripts, axes: Any) -> tuple[int, str] | None:
-    """Returns the one operand that is mapped, and its letter that all rows have in common.
-
-    None where the rows themselves are mapped.
-    """
-    mapped = [i for i, axis in enumerate(axes) if axis is not None]
-    if mapped == [1]:
-        return 1, "n"
-    return (0, "k") if mapped == [0] and subscripts == VARLEN_K else None
-
-
 def _batch_free(
-    size: int, args: Any, axes: Any, product: Product, free: tuple[int, str]
+    size: int, args: Any, axes: Any, product: Product, operand: int, letter: str
 ) -> tuple[Any, int]:
-    """Maps one operand by a longer axis: its mapped one joins `free`."""
-    operand, letter = free
+    """Maps one operand by a longer axis: its mapped one joins that of a letter."""
     subscripts = product.subscripts
     args, axis = list(args), (subscripts.lhs, subscripts.rhs)[operand].index(letter)
     array = jnp.moveaxis(args[operand], axes[operand], axis)
@@ -202,24 +192,16 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
-    (lhs, rhs, sizes), (out,) = avals, out_avals
-    assert product.groups
-    axis = GroupedAxis.of(product.subscripts, product.groups, sizes.shape[0])
-    return Request.of(product, lhs, rhs, out, groups=axis)
+    lhs, rhs, sizes = avals
+    return Request.of(product, lhs, rhs, out_avals[0], sizes)
 
 
-def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], product: Product) -> Call:
-    lhs, rhs, sizes = values
+def _lower(
+    emit: Callable[..., Any], ctx: mlir.LoweringRuleContext, *values: Any, product: Product
+) -> Any:
+    *factors, sizes = values
     request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
-    return Call(request, (lhs, rhs), sizes=sizes)
-
-
-def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
-    return lower_call(ctx, _call_of(ctx, values, product))
-
-
-def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
-    return emit_ragged(ctx, _call_of(ctx, values, product)) if sharding.applies(ctx) else None
+    return emit(ctx, Call(request, tuple(factors), sizes=sizes))
 
 
 hopper_ragged_dot_p = define_primitive(
@@ -227,7 +209,7 @@ hopper_ragged_dot_p = define_primitive(
     reference_ragged_dot,
     abstract=_abstract_eval,
     rules=Rules(linear_in=(0, 1), transpose=_transpose, batch=_batch),
-    lowering=Lowering(_lower_for_cuda, _lower_partitioned),
+    lowering=Lowering(partial(_lower, lower_call), partial(_lower, emit_ragged)),
     request_of=_request_of,
 )
 sharding.register(NAME, partial(ragged_of_shards, hopper_ragged_dot_p.bind), call_at)

@@ -37,26 +37,19 @@ from .group_sizes import run_ends
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
 
-def ragged_letters(subscripts: Subscripts, periods: int, *, shared: bool) -> Factors:
-    """Returns the letters of a ragged product's operands, sizes last, and of its result.
-
-    Args:
-      periods: of its runs. Of several, rows and matrices have one more axis in front.
-      shared: whether all periods have the same matrices.
-    """
-    lhs, rhs, out = (
-        PERIODS + x if periods > 1 and not (shared and GROUP in x) else x
-        for x in (subscripts.lhs, subscripts.rhs, subscripts.out)
-    )
-    return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUP)
-
-
 @dataclass(frozen=True)
 class Part:
     """One of `count` equal parts of an axis. Its index may be one that only the device knows."""
 
     index: Any = 0
     count: int = 1
+
+    def of(self, array: jax.Array) -> jax.Array:
+        """Returns the part of an array along its first axis."""
+        if self.count == 1:
+            return array
+        length = array.shape[0] // self.count
+        return lax.dynamic_slice_in_dim(array, self.index * length, length)
 
 
 @dataclass(frozen=True)
@@ -91,10 +84,7 @@ class RaggedShard:
         ends = jnp.append(run_ends(sizes, length), np.int32(length))
         starts = jnp.arange(periods, dtype=np.int32) * (length // periods)
         bounds = jnp.column_stack([starts, ends.reshape(periods, self.rule.period)])
-        length //= periods
-        periods //= self.periods.count
-        if self.periods.count > 1:
-            bounds = lax.dynamic_slice_in_dim(bounds, self.periods.index * periods, periods)
+        length, bounds = length // periods, self.periods.of(bounds)
         if self.groups.count > 1:
             count = self.rule.count // self.groups.count
             before = self.rule.first + self.groups.index * count
@@ -104,7 +94,7 @@ class RaggedShard:
             ends = bounds[:, 1:]
         rows = length // self.rows.count
         ends = jnp.clip(ends - bounds[:, :1] - self.rows.index * rows, 0, rows)
-        ends += rows * jnp.arange(periods, dtype=np.int32)[:, None]
+        ends += rows * jnp.arange(bounds.shape[0], dtype=np.int32)[:, None]
         return jnp.diff(ends.reshape(-1), prepend=np.int32(0))[:-1]
 
 
@@ -115,16 +105,19 @@ OUTER = PERIODS + PLANES  # letters of axes that are outer ones of the next
 
 def emit_ragged(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
     """Emits a ragged product; None: it is left to XLA."""
-    call = call.readable(ctx)
-    if call.left_to_xla(ctx):
+    call, options = call.readable(ctx), options_to_words(call.request.options)
+    if options is None or call.left_to_xla(ctx):
         return None
     request, axis = call.request, call.request.groups
     assert axis
-    if (options := options_to_words(request.options)) is None:
-        return None
-    words = {"subscripts": str(request.subscripts), "spans": astuple(axis.rule)} | options
-    periods = axis.rule.periods(axis.num_sizes)
-    letters = ragged_letters(request.subscripts, periods, shared=not axis.rule.step)
+    of, periods = request.subscripts, axis.rule.periods(axis.num_sizes)
+    words = {"subscripts": str(of), "spans": astuple(axis.rule)} | options
+    # Of several periods rows, and matrices that are not shared, have one more axis in front.
+    lhs, rhs, out = (
+        PERIODS + x if periods > 1 and (axis.rule.step or GROUP not in x) else x
+        for x in (of.lhs, of.rhs, of.out)
+    )
+    letters = Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUP)
     letters, values, planes = _with_planes(letters, call.values)
     (aval,) = ctx.avals_out
     if any(letter in letters.out for letter in OUTER):

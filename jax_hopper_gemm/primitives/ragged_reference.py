@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..fusion.jaxprs import traced, varying_together
-from ..gemm.groups import VARLEN_K, VARLEN_K_T, VARLEN_M_KN, VARLEN_M_NK
+from ..gemm.groups import GROUP, VARLEN_K, VARLEN_K_T, VARLEN_M_KN
 from ..gemm.product import Product
 from .complex_products import by_parts
 from .group_sizes import clipped_sizes, group_of_rows
@@ -50,12 +50,9 @@ def _by_lax(
         in_group = jnp.arange(length, dtype=np.int32) < sizes.sum(dtype=np.int32)
         lhs = zero_unless(in_group, lhs)
         rhs = zero_unless(in_group if subscripts == VARLEN_K else sizes > 0, rhs)
-        contracted, group_axes = {VARLEN_M_KN: ((1, 1), [0]), VARLEN_M_NK: ((1, 2), [0])}.get(
-            subscripts, ((0, 0), [])
-        )
-        numbers = lax.RaggedDotDimensionNumbers(
-            (([contracted[0]], [contracted[1]]), ([], [])), [0], group_axes
-        )
+        contracted = [[x.index(subscripts.contracted)] for x in (subscripts.lhs, subscripts.rhs)]
+        group_axes = [0] if GROUP in subscripts.rhs else []
+        numbers = lax.RaggedDotDimensionNumbers((contracted, ([], [])), [0], group_axes)
         return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
     own = group_of_rows(sizes, groups, lhs.shape[0])[:, None]
     like = traced(partial(array_like_product, product=product), lhs, rhs, sizes).out_avals[0]

@@ -30,10 +30,9 @@ def dot_general_of(product: Product) -> tuple[DotGeneral, dict[str, Any]]:
     # A precision may tell the operands apart: only one that does not lets them change places.
     same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
     dot = subscripts.dot_general(may_swap=same)
-    order = tuple(map(subscripts.out.index, dot.out))
     return dot, product.options.of_dot() | {
         "dimension_numbers": dot.dimension_numbers,
-        "out_sharding": permuted_sharding(product.out_sharding, order),
+        "out_sharding": permuted_sharding(product.out_sharding, dot.order),
     }
 
 

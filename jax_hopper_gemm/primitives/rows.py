@@ -168,8 +168,7 @@ def _abstract_pick(x: Any, rows: Any) -> Any:
     return x.update(shape=(rows.shape[0], x.shape[1]), weak_type=False)
 
 
-def _abstract_add(x: Any, rows: Any, *, length: int, scattered: bool) -> Any:
-    del scattered
+def _abstract_add(x: Any, rows: Any, *, length: int, **_: Any) -> Any:
     assert x.ndim == 2 and rows.shape == x.shape[:1], (x, rows)
     return x.update(shape=(length, x.shape[1]), weak_type=False)
 

@@ -25,7 +25,6 @@ from jax.interpreters import mlir
 
 from ..fusion.graph_to_jax import along
 from ..fusion.jaxprs import ClosedJaxpr
-from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..gemm.spec import PROMOTION_K
 from ..gemm.subscripts import Subscripts
@@ -43,7 +42,7 @@ BATCHED = Subscripts.parse("bmk,bnk->bmn")
 
 
 def scaled_dot(
-    pair: tuple[Any, Any],
+    pair: Sequence[Any],
     scales: tuple[Any, Any],
     product: Product,
     operands: Sequence[Any] = (),
@@ -111,10 +110,7 @@ def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
     return (matrices * each).reshape(values.shape)
 
 
-def _reference(
-    *args: Any, product: Product, jaxpr: ClosedJaxpr | None, in_place: tuple[int | None, ...]
-) -> list[Any]:
-    del in_place
+def _reference(*args: Any, product: Product, jaxpr: ClosedJaxpr | None, **_: Any) -> list[Any]:
     (lhs, rhs, lhs_scale, rhs_scale), operands = args[:4], args[4:]
     whole = product.with_options(precision=(lax.Precision.HIGHEST,) * 2, implementation="xla")
     if jaxpr:
@@ -148,22 +144,14 @@ def _batch(
 
 
 def _request_of(
-    avals: Sequence[Any],
-    out_avals: Sequence[Any],
-    *,
-    product: Product,
-    jaxpr: ClosedJaxpr | None,
-    in_place: tuple[int | None, ...],
+    avals: Any, out_avals: Any, *, product: Product, jaxpr: ClosedJaxpr | None, **_: Any
 ) -> Request:
     lhs, rhs, *scales = avals[:4]
     count = len(product.subscripts.contracted)
     pairs = zip((lhs, rhs), scales, strict=True)
     blocks: Any = tuple(block_of(_matrices(x.shape, y, count)[-2], y.shape[-2]) for x, y in pairs)
-    request = Request.of(product, lhs, rhs, out_avals[0], function=jaxpr, blocks=blocks)
-    if product.groups is None:
-        return request
-    axis = GroupedAxis.of(product.subscripts, product.groups, avals[4].shape[0])
-    return replace(request, groups=axis, sizes_operand=0 if jaxpr else None)
+    sizes = avals[4] if product.groups else None
+    return Request.of(product, lhs, rhs, out_avals[0], sizes, function=jaxpr, blocks=blocks)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:

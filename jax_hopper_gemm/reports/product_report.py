@@ -155,18 +155,15 @@ def products_in(
     asked = rewriting.fuse and rewriting.implementation != "xla" and not closed_to
     reasons = refusals(equations, program.jaxpr.outvars) if asked else {}
     for number, equation in enumerate(equations):
-        name, apart = equation.primitive.name, by_recipe(program, equation)
-        if apart:
+        name, product = equation.primitive.name, None
+        if apart := by_recipe(program, equation):
             program.lower_as(apart)
         elif equation.primitive in PRODUCTS:
-            product = replace(_taken(program, equation, reasons.get(number)), within=within)
+            product = _taken(program, equation, reasons.get(number))
             inside = as_by_xla(program, equation) if product.path == "xla" else None
             apart = inside if equation.primitive is hopper_dots_p else None
-            if apart is None:
-                yield replace(product, flops=runs * product.flops, runs=runs)
         elif is_jaxs(equation):
             product = jaxs_own(equation, rewriting.implementation, closed_to)
-            yield replace(product, within=within, flops=runs * product.flops, runs=runs)
         else:
             outside = closed_to or (None if name in ENTERED else name)
             inner = list(jaxprs_in_params(equation.params))
@@ -175,6 +172,8 @@ def products_in(
                 place = (*within, _name_of(equation, i))
                 inside = program.inner(equation, jaxpr)
                 yield from products_in(inside, rewriting, place, outside, times)
+        if product and not apart:
+            yield replace(product, within=within, flops=runs * product.flops, runs=runs)
         if apart:
             line = source_info_util.summarize(equation.source_info)
             alone = rewriting._replace(fuse=False)

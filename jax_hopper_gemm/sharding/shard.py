@@ -26,16 +26,6 @@ reduce_over_devices_p = Primitive("reduce_over_devices")
 device_number_p = Primitive("device_number")
 
 
-def reduce_over_devices(
-    x: jax.Array, groups: Groups, *, dimension: int | None = None, by: Literal["add", "max"] = "add"
-) -> jax.Array:
-    """Returns the elementwise sum, or largest, of the arrays of each group of devices' numbers.
-
-    Along `dimension` each device of a group keeps a part, in their order; None: each keeps all.
-    """
-    return reduce_over_devices_p.bind(x, groups=groups, dimension=dimension, by=by)
-
-
 def _abstract_eval(x: Any, *, groups: Groups, dimension: int | None, by: str) -> Any:
     shape = list(x.shape)
     if dimension is not None:
@@ -106,8 +96,7 @@ class ShardContext:
         """
         letters = self.letters.out if letters is None else letters
         for letter, axes in self.shard.scattered.items():
-            dimension = letters.index(letter)
-            product = reduce_over_devices(product, self._groups(axes), dimension=dimension)
+            product = self._over(product, axes, "add", letters.index(letter))
         return self._over(product, self.shard.summed, "add")
 
     def reduce(self, x: jax.Array, letters: Iterable[str], by: Literal["add", "max"]) -> jax.Array:
@@ -115,8 +104,17 @@ class ShardContext:
         axes = tuple(axis for letter in letters for axis in self.shard.result(letter))
         return self._over(x, axes, by)
 
-    def _over(self, x: jax.Array, axes: Axes, by: Literal["add", "max"]) -> jax.Array:
-        return reduce_over_devices(x, self._groups(axes), by=by) if axes else x
+    def _over(
+        self, x: jax.Array, axes: Axes, by: Literal["add", "max"], dimension: int | None = None
+    ) -> jax.Array:
+        """Returns the sum, or largest, of the arrays of devices that differ along axes alone.
+
+        Along `dimension` each of them keeps a part, in their order; None: each keeps all.
+        """
+        if not axes:
+            return x
+        groups = self._groups(axes)
+        return reduce_over_devices_p.bind(x, groups=groups, dimension=dimension, by=by)
 
     def _groups(self, axes: Axes) -> Groups:
         groups = self.mesh.groups(axes)
