@@ -102,7 +102,7 @@ LARGE = tuple(
         ("static", "dynamic"),
     )
 )  # fmt: skip
-SHORT = tuple(
+SHORT = tuple(  # of short K
     Config(tile_m, tile_n, warp_schedule=schedule, tile_scheduler=scheduler)
     for tile_m, tile_n, (schedule, scheduler) in product(
         TILES_M, (16, 32, 48, 64, 96, 128, 160, 192, 256),
