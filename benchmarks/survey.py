@@ -60,7 +60,7 @@ from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.legality import CLUSTERS, TILES_M
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.problem_type import ProblemType
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec, TileScheduler, WarpSchedule
 from jax_hopper_gemm.gemm.tma_box import SWIZZLE_BYTES
 from jax_hopper_gemm.testing import benchmark, shapes
 
@@ -102,13 +102,15 @@ LARGE = tuple(
         ("static", "dynamic"),
     )
 )  # fmt: skip
+POLICIES: tuple[tuple[WarpSchedule, TileScheduler], ...] = (
+    ("cooperative", "static"), ("cooperative", "single"), ("pingpong", "static"),
+)  # fmt: skip
 SHORT = tuple(  # of short K
     Config(tile_m, tile_n, warp_schedule=schedule, tile_scheduler=scheduler)
     for tile_m, tile_n, (schedule, scheduler) in product(
-        TILES_M, (16, 32, 48, 64, 96, 128, 160, 192, 256),
-        (("cooperative", "static"), ("cooperative", "single"), ("pingpong", "static")),
+        TILES_M, (16, 32, 48, 64, 96, 128, 160, 192, 256), POLICIES
     )
-)  # fmt: skip
+)
 FEW = 64  # rows, or columns
 SMALL = 20e6  # bytes moved
 STORED_ELEMENTS, STORED_K = 2**25, 1024  # of large results of short K: at least, at most

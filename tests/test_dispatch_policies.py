@@ -49,8 +49,8 @@ def test_large_tiles_are_dynamic_where_transfers_may_hold_sms():
             continue
         assert alone.spec and beside.spec
         assert beside.spec in buildable or beside.spec.loose_d
-        if not alone.spec.split_k:
-            assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
+        if same := candidates.dynamic_spec(alone.spec):  # tiles of 256x208 have no registers
+            assert beside.spec == same == replace(alone.spec, tile_scheduler="dynamic")
             assert beside.raster_order == alone.raster_order
         assert (
             beside.spec.dynamic

@@ -26,7 +26,13 @@ from ..gemm.problem import GemmProblem
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
-from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec, types_of
+from .candidates import (
+    considered_specs,
+    dynamic_spec,
+    has_large_shares,
+    refilled_spec,
+    types_of,
+)
 from .cost import Estimate, copying_ns, cutting_ns, estimate, pass_ns
 from .device import L2_BYTES, MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import equal_groups
@@ -42,7 +48,9 @@ TOGETHER_DOUBT = 1.05  # of the expected cost of products of one A that one kern
 # Of 40 sets, on an H100, that took longer by -0.2 to 1.4 passes over both, 0.7 in the median, of
 # which so much is counted on.
 MERGED_PASSES = 0.5
-MAX_DYNAMIC_COST = 1.05  # of a kernel with a dynamic scheduler, beside the best with fixed shares
+# Of a kernel with a dynamic scheduler, beside the best with fixed shares. Of 24 random products by
+# tiles of 256x208, which have no registers for it, other tiles cost up to 1.12 times as much.
+MAX_DYNAMIC_COST = 1.15
 LINE_COLUMNS = 128  # of a mask, a byte each, that are a line
 # Of L2, what a product moves whose stream is not evicted first, so that the next call finds it. On
 # an H100 calls on the same 25 to 42 MB are then 1.0 to 1.8 times as fast, and take up to 1.07 times
@@ -315,10 +323,12 @@ def _for_overlap(problem: GemmProblem, device: Device, decision: Decision) -> De
         return decision
     dynamic = dynamic_spec(spec)
     if dynamic is None:  # for want of registers
-        # Whole lines of 128 bytes even of a mask: on an H200 tiles of 256x160 that stored a mask
-        # took 3.1 ms where those of 128 and 256 columns took 2.5; the model says 2.4 of all.
-        candidates = map(dynamic_spec, model_specs(ProblemType.of(problem)))
-        candidates = [x for x in candidates if x and x.tile_n % LINE_COLUMNS == 0]
+        candidates = [x for x in map(dynamic_spec, considered_specs(problem)) if x]
+        if problem.epilogue:
+            # Whole lines of 128 bytes even of a mask: on an H200 tiles of 256x160 that stored a
+            # mask took 3.1 ms where those of 128 and 256 columns took 2.5; the model says 2.4 of
+            # all.
+            candidates = [x for x in candidates if x.tile_n % LINE_COLUMNS == 0]
         best, _ = best_kernel(problem, device, candidates)
         limit = MAX_DYNAMIC_COST * estimate(problem, spec, raster_order, device).ns
         if best is None or best.cost.ns > limit:
