@@ -48,7 +48,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     types_of,
     worthwhile,
 )
-from jax_hopper_gemm.dispatch.config_sets import is_medium, is_narrow
+from jax_hopper_gemm.dispatch.config_sets import has_short_k, is_medium, is_narrow
 from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
@@ -91,7 +91,7 @@ DYNAMIC = (
     Config(256, 192, cluster_n=2, tile_scheduler="dynamic"),
     Config(64, 256, warp_schedule="pingpong", tile_scheduler="dynamic"),
 )
-# Of large products; each also with the static scheduler.
+# Of large products, with fixed shares of the tiles and without.
 LARGE = tuple(
     Config(tile_m, tile_n, cluster_m=m, cluster_n=n, tile_scheduler=scheduler)
     for (tile_m, tile_n, m, n), scheduler in product(
@@ -115,7 +115,6 @@ FEW = 64  # rows, or columns
 SMALL = 20e6  # bytes moved
 STORED_ELEMENTS, STORED_K = 2**25, 1024  # of large results of short K: at least, at most
 LARGE_FLOPS = 1e11, 1e13  # at least, and at most, which takes about 15 ms
-SHORT_K = 384  # of other results of short K, at most
 SHORT_COUNT = 3  # of `SHORT`, of each kind
 
 
@@ -150,13 +149,13 @@ def stores(problem: GemmProblem) -> bool:
 
 
 def large(problem: GemmProblem) -> bool:
-    """Whether a product takes many waves of large tiles."""
+    """Whether a product takes 0.13 to 15 ms, by `LARGE_FLOPS`."""
     return LARGE_FLOPS[0] <= problem.flops <= LARGE_FLOPS[1]
 
 
 def short(problem: GemmProblem) -> bool:
     """Whether K is short and D not large, so that most of the time goes to begins and ends."""
-    return problem.k <= SHORT_K and not stores(problem)
+    return has_short_k(problem) and not stores(problem)
 
 
 def few_rows(problem: GemmProblem) -> bool:
@@ -234,10 +233,9 @@ def candidates(problem: GemmProblem, device: Device, count: int, tiles: int = 0)
             by_size = of_tiles[spec.tile_m, spec.tile_n, spec.d_major, spec.split_k]
             by_size.setdefault(spec.cluster_size, spec)
     found += chain.from_iterable(x.values() for x in islice(of_tiles.values(), tiles))
-    if stores(problem) and count > 1:
-        found += [spec for _, spec in legal(DYNAMIC)]
-    if large(problem) and count > 1:
-        found += [spec for _, spec in legal(LARGE)]
+    for serves, configs in ((stores, DYNAMIC), (large, LARGE)):
+        if serves(problem) and count > 1:
+            found += [spec for _, spec in legal(configs)]
     if short(problem) and count > 1:
         kinds: dict[Any, list[GemmSpec]] = defaultdict(list)
         for _, spec in legal(SHORT):
@@ -335,7 +333,7 @@ def main() -> int:
     for name, only, what in (
         ("--split-sectors", attrgetter("splits_sectors"), "whose rows of D begin within a sector"),
         ("--stores", stores, "with large results of short K"),
-        ("--large", large, "of many waves of large tiles"),
+        ("--large", large, "that take 0.13 to 15 ms"),
         ("--short", short, "with other results of short K"),
         ("--medium", is_medium, "of about one wave of tiles"),
         ("--narrow", is_narrow, "of few tiles and a long K"),

@@ -81,10 +81,12 @@ many_tiles_configs = _of_dense_halves(MANY_TILES_CONFIGS)
 
 
 def has_short_k(problem: GemmProblem) -> bool:
+    """Whether a product that is none of a batch has K up to `SHORT_K`."""
     return problem.l == 1 and problem.k <= SHORT_K
 
 
 def has_long_k(problem: GemmProblem) -> bool:
+    """Whether a product, or each of a batch, has K from `LONG_K`."""
     return problem.k >= LONG_K
 
 

@@ -118,7 +118,7 @@ class Stored:
             for x in self._inputs[number]:
                 if x in own and x not in self.variables:
                     last[x] = max(last.get(x, -1), number if number in steps else end)
-        first = [x for x in outs if x in last]
+        first = [x for x in outs if x in last]  # of equally many bytes the last are stored
         return min(reversed([first, *alive_after(first, steps, last)]), key=_bytes_of)
 
     def _is_operand(self, x: Any, region: Region) -> bool:
