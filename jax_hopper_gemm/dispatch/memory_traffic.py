@@ -8,7 +8,7 @@ from math import prod
 
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
-from ..gemm.problem import GemmProblem
+from ..gemm.problem import SECTOR_BYTES, GemmProblem
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from .configs import RASTER_ORDERS
@@ -28,6 +28,10 @@ SPLIT_SECTOR_BYTES = 80.0
 # Fitted: how long reading B takes where a tile's lines are shorter than L2's and CTAs are apart
 # along K, so that none nearby reads the rest of a line.
 CUT_LINES = 1.25
+# Fitted: elements of K from which CTAs are so far apart that each reads a sector that two share. Of
+# 31 streams of such K that were drawn afterwards kernels of least cost took 0.95 of the time of
+# those without this and `cost.LEAST_PARTIAL_CYCLES`; of 8 of K from 2,000 on 1.02, so none there.
+APART_K = 6000
 FITTING = 0.8  # of L2, that A and B may take to stay there
 BALANCE = 190.0  # FLOPs for each byte moved, from which tensor cores take longer than memory
 
@@ -45,7 +49,8 @@ def memory_bytes(
     row_a = p.stored_k * s.a_itemsize
     row_b = DTYPES[s.b_dtype].nbytes(p.stored_k * p.graph.accumulators)
     a_bytes, b_bytes = p.m * row_a, p.n * row_b
-    slow = _slow_bytes(p, s) + _cut_lines(s) * p.l * b_bytes
+    slow = _slow_bytes(p, s) + p.l * _cut_lines(s) * b_bytes
+    slow += p.l * _split_reads(p, s, a_bytes, b_bytes)
     if a_bytes + b_bytes <= FITTING * L2_BYTES:
         return p.bytes + slow
     clusters = grid.cluster_grid(p, s)
@@ -85,6 +90,24 @@ def _cut_lines(spec: GemmSpec) -> float:
     shared = s.split_k | (s.cluster_k > 1)
     cut = shared & (DTYPES[s.b_dtype].nbytes(s.tile_n) < LINE_BYTES)
     return where(cut, CUT_LINES - 1, 0.0)
+
+
+def _split_reads(problem: GemmProblem, spec: GemmSpec, a_bytes: float, b_bytes: float) -> float:
+    """Returns the bytes of a matrix of A and of B that are read twice.
+
+    Lines of a tile along M or N may begin and end within sectors, whose rest its neighbours read:
+    at the same time, unless K is long. Along K a tile itself reads the rest next.
+    """
+    p, s = problem, spec
+    more = 0.0
+    for layout, dtype, lines, whole in (
+        (p.a, s.a_dtype, s.tile_m, a_bytes), (p.b, s.b_dtype, s.d_tile_n, b_bytes)
+    ):  # fmt: skip
+        nbytes = DTYPES[dtype].nbytes
+        apart = p.k >= APART_K and layout.major != "k"
+        if apart and nbytes(layout.leading_stride) % SECTOR_BYTES:
+            more += whole * SECTOR_BYTES / nbytes(lines)
+    return more
 
 
 def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:
