@@ -272,6 +272,29 @@ def test_parameters_of_linen_dense_load_into_ours_and_back(use_bias):
     assert_equal(run(relu, variables, x), jax.nn.relu(run(theirs, variables, x)))
 
 
+@pytest.mark.parametrize("kind", [ours_linen.Dense, ours_linen.MLP])
+def test_float32_logits_of_linen_have_16_bit_gradients(kind):
+    x = (integers((3, 8)) / 7).astype(jnp.bfloat16)
+    logits: dict[str, Any] = {
+        "preferred_element_type": jnp.float32, "param_dtype": jnp.bfloat16, "use_bias": False,
+        "activation": None,
+    }  # fmt: skip
+    variables = kind(5, **logits).init(jax.random.key(0), x)
+
+    def entering(layer):
+        def loss(x):
+            y = layer.apply(variables, x)
+            assert y.dtype == jnp.float32
+            return jnp.sum(y**3)
+
+        program = jax.make_jaxpr(jax.grad(loss))(x)
+        last = [e for e in program.eqns if e.primitive.name == "hopper_dot"][-1]
+        return {v.aval.dtype.name for v in last.invars}
+
+    assert entering(kind(5, **logits, cotangent_dtype=jnp.bfloat16)) == {"bfloat16"}
+    assert "float32" in entering(kind(5, **logits))
+
+
 def test_linen_layers_are_named_as_flax_names_them():
     def model(dense):
         class Model(linen.Module):
@@ -332,6 +355,10 @@ def test_linen_mlp_is_two_dense():
     residual = integers((4, 3), seed=9)
     mlp = ours_linen.MLP(6, 3, activation="relu")
     assert_equal(run(mlp, variables, x, residual=residual), expected + residual)
+    seen = []
+    wide = ours_linen.MLP(6, promote_dtype=lambda *arrays, dtype: seen.append(dtype) or arrays)
+    wide.init(jax.random.key(0), x)
+    assert seen == [None, None]
 
 
 def test_gate_and_up_start_apart_in_linen():

@@ -20,7 +20,10 @@ from ..ops.recipes import Recipe, as_recipe
 from .gate_up import from_pair
 
 # Attributes of a layer, here and in `linen`, that are arguments of its product.
-ARGUMENTS = "activation", "save_preactivation", "precision", "recipe", "implementation"
+ARGUMENTS = (
+    "activation", "save_preactivation", "precision", "preferred_element_type", "cotangent_dtype",
+    "recipe", "implementation",
+)  # fmt: skip
 
 
 class Linear(nnx.Linear):
@@ -138,8 +141,7 @@ def _run(layer: Linear | GatedLinear, product: Any, inputs: Any, **options: Any)
     """Returns a product with a layer's parameters, by the layer's options and further ones."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
-    names = *ARGUMENTS, "preferred_element_type", "cotangent_dtype"
-    named = {name: getattr(layer, name) for name in names}
+    named = {name: getattr(layer, name) for name in ARGUMENTS}
     return product(x, kernel, bias=bias, **named, **options)
 
 

@@ -34,11 +34,15 @@ class Dense(nn.Dense):
     (features,). `dot_general` and `dot_general_cls` must be None.
 
     Attributes:
-      activation, save_preactivation, recipe, implementation: as in `jax_hopper_gemm.nn.Linear`.
+      activation, save_preactivation, cotangent_dtype, recipe, implementation: as in
+        `jax_hopper_gemm.nn.Linear`.
+      preferred_element_type: dtype of the result, as in `flax.nnx.Linear`.
     """
 
     activation: Activation = None
     save_preactivation: bool = True
+    preferred_element_type: Any = None
+    cotangent_dtype: Any = None
     recipe: Recipe | None = None
     implementation: Implementation = None
 
@@ -71,8 +75,9 @@ class GatedDense(Dense):
     (2, features). See `jax_hopper_gemm.nn.from_pair`.
 
     Attributes:
-      activation, save_preactivation, recipe, implementation: as in
+      activation, save_preactivation, cotangent_dtype, recipe, implementation: as in
         `jax_hopper_gemm.nn.GatedLinear`.
+      preferred_element_type: dtype of the result, as in `Dense`.
     """
 
     activation: Activation = "silu"
@@ -118,9 +123,9 @@ class MLP(nn.Module):
     Attributes:
       hidden_features: extent between the layers.
       out_features: extent of the result; that of the input if None.
-      activation, save_preactivation, recipe, implementation: as in `Dense`.
-      Other attributes: as in `flax.linen.Dense`, for both layers. `down_kernel_init` is
-        `kernel_init` if None.
+      activation, save_preactivation: as in `Dense`, of the first layer.
+      down_kernel_init: of the second layer; `kernel_init` if None.
+      Other attributes: as in `Dense`, for both layers.
     """
 
     hidden_features: int
@@ -132,8 +137,11 @@ class MLP(nn.Module):
     precision: Any = None
     kernel_init: Any = nn.Dense.kernel_init
     bias_init: Any = nn.Dense.bias_init
+    promote_dtype: Any = nn.Dense.promote_dtype
     down_kernel_init: Any = None
     save_preactivation: bool = True
+    preferred_element_type: Any = None
+    cotangent_dtype: Any = None
     recipe: Recipe | None = None
     implementation: Implementation = None
 
@@ -144,8 +152,8 @@ class MLP(nn.Module):
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
         names = (
-            "use_bias", "dtype", "param_dtype", "precision", "bias_init", "recipe",
-            "implementation",
+            "use_bias", "dtype", "param_dtype", "precision", "bias_init", "promote_dtype",
+            "preferred_element_type", "cotangent_dtype", "recipe", "implementation",
         )  # fmt: skip
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         hidden = self._first_layer(

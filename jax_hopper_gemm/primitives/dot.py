@@ -54,34 +54,53 @@ def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:
 def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     dot, params = dot_general_of(product)
     left, right = _ordered(dot, lhs, rhs)
-    narrow = left.dtype == right.dtype == jnp.bfloat16
-    to_wide = narrow and params["preferred_element_type"] == jnp.float32
-    if to_wide and _is_folded(left.ndim, right.ndim, dot.dimension_numbers):
+    if widens(left, right, params) and _is_folded(left.ndim, right.ndim, dot.dimension_numbers):
         return _folded_dot_p.bind(lhs, rhs, product=product)
     return _xla_dot(lhs, rhs, product=product)
 
 
 def _xla_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     dot, params = dot_general_of(product)
-    multiply = by_parts(lax.dot_general_p.bind, params["precision"])
-    out = multiply(*_ordered(dot, lhs, rhs), **params)
-    return lax.transpose(out, dot.permutation)
+    left, right = _ordered(dot, lhs, rhs)
+    out = by_parts(lax.dot_general_p.bind, params["precision"])(left, right, **params)
+    return lax.transpose(as_multiplied(out, left, right, params), dot.permutation)
 
 
 def _ordered(dot: DotGeneral, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     return (rhs, lhs) if dot.swap_ab else (lhs, rhs)
 
 
-# Products of bfloat16 into float32 that XLA:CPU fails to run: it is given wider operands.
+# Products of bfloat16 into float32 that XLA:CPU would fail to run, as "Unsupported element type for
+# DotThunk": it widens operands unless a library runs their product, which wants K last on the left.
+# It asks before it folds a transpose into the product: one of the left operand, which is given wider
+# here, or one of the result, which changes the operands' places and which a barrier keeps apart.
+
+
+def widens(lhs: jax.Array, rhs: jax.Array, options: dict[str, Any]) -> bool:
+    wide = options["preferred_element_type"] == jnp.float32
+    return wide and lhs.dtype == rhs.dtype == jnp.bfloat16
+
+
+def as_multiplied(out: jax.Array, lhs: jax.Array, rhs: jax.Array, options: dict) -> jax.Array:
+    """Returns a product as a result of its own, whatever reads it; `options` of `dot_general`."""
+    return _apart_p.bind(out) if widens(lhs, rhs, options) else out
+
+
+_apart_p = define_primitive(
+    "apart",
+    lambda x: x,
+    rules=Rules(
+        linear_in=(0,),
+        transpose=lambda cotangent, _: [_apart_p.bind(cotangent)],
+        batch=lambda _, operands, axes: (_apart_p.bind(*operands), *axes),
+    ),
+)
+mlir.register_lowering(_apart_p, lower_fun_once(lax.optimization_barrier), platform="cpu")
 
 
 def _is_folded(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> bool:
-    """Whether the left operand is one of matrices (K, M), and the right one is of none.
-
-    XLA:CPU widens operands unless a library runs their product, which wants K last on the left.
-    It asks when the axes of both are in that order, by a transpose, and K is first again when this
-    is folded into the product: "Unsupported element type for DotThunk".
-    """
+    """Whether the left operand is one of matrices (K, M), and the right one is of none: then XLA
+    transposes the left one, and folds that."""
     (lhs_contracted, _), (lhs_batch, rhs_batch) = dimension_numbers
     count = len(lhs_batch)
     leading = tuple(range(count))

@@ -15,6 +15,7 @@ from ..fusion.jaxprs import traced, varying_together
 from ..gemm.groups import GROUP, VARLEN_K, VARLEN_K_T, VARLEN_M_KN
 from ..gemm.product import Product
 from .complex_products import by_parts
+from .dot import as_multiplied
 from .group_sizes import clipped_sizes, group_of_rows
 
 # Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
@@ -53,7 +54,8 @@ def _by_lax(
         contracted = [[x.index(subscripts.contracted)] for x in (subscripts.lhs, subscripts.rhs)]
         group_axes = [0] if GROUP in subscripts.rhs else []
         numbers = lax.RaggedDotDimensionNumbers((contracted, ([], [])), [0], group_axes)
-        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
+        out = _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
+        return as_multiplied(out, lhs, rhs, options)
     own = group_of_rows(sizes, groups, lhs.shape[0])[:, None]
     like = traced(partial(array_like_product, product=product), lhs, rhs, sizes).out_avals[0]
     matrices = jnp.arange(groups.matrices(sizes.shape[0]), dtype=np.int32)
