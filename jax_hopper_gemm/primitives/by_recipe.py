@@ -242,7 +242,8 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     if not found.blocks:
         values, sizes = [x.values for x in found.all], next(iter(found.sizes), None)
-        return fused_dot(_scaled, values, _factors(found), whole, out_dtypes=(dtype,), sizes=sizes)
+        (y,) = fused_dot(_scaled, values, _factors(found), whole, out_dtypes=(dtype,), sizes=sizes)
+        return y
     if whole.groups:
         return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
     batch, contracted = len(whole.subscripts.batch), whole.subscripts.contracted
