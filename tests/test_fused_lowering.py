@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from support.fused_models import fused_dot_of
 from support.program_inspection import attributes, lowered, shape, step
 from support.reachable import launches, on_matrices, reachable, results
 
@@ -21,7 +22,6 @@ from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.lowering import fallback
-from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables", "kernels")
 
@@ -54,7 +54,7 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding
     arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
     settings: dict[str, Any] = {"preferred_element_type": lhs.dtype, "implementation": "hopper"}
     product = Product(Subscripts.parse(subscripts), Options(**settings | options), out_sharding)
-    return fused_dot(function, (lhs, *rights), operands, product, **arguments)
+    return fused_dot_of(function, (lhs, *rights), operands, product, **arguments)
 
 
 def gelu(x):

@@ -16,6 +16,7 @@ from support.fused_models import (
     assert_close,
     axes_of,
     everything,
+    fused_dot_of,
     gate,
     gelu,
     normal,
@@ -26,7 +27,6 @@ from support.program_inspection import step
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
 T, K, N, G = 9, 4, 5, 3
 SIZES = jax.device_put(np.array([2, 0, 5], np.int32))  # two rows belong to no group
@@ -40,7 +40,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", grou
         Subscripts.parse(subscripts), Options(**settings | options),
         groups=groups or Groups.plain(rights[0].shape[0]),
     )  # fmt: skip
-    return fused_dot(function, (lhs, *rights), operands, product, sizes=sizes, **arguments)
+    return fused_dot_of(function, (lhs, *rights), operands, product, sizes=sizes, **arguments)
 
 
 def grouped(function, sizes, *by_group):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.fused_models import fused_dot_of
 from support.program_inspection import attributes, lowered, shape, step
 from support.reachable import launches, on_matrices, reachable, results
 
@@ -19,7 +20,6 @@ from jax_hopper_gemm.gemm.groups import VARLEN_M_KN, Groups
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.primitives.fused_dot import fused_dot
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables", "kernels")
@@ -60,7 +60,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", grou
         Subscripts.parse(subscripts), Options(**settings | options),
         groups=groups or Groups.plain(rights[0].shape[0]),
     )  # fmt: skip
-    return fused_dot(function, (lhs, *rights), operands, product, sizes=sizes, **arguments)
+    return fused_dot_of(function, (lhs, *rights), operands, product, sizes=sizes, **arguments)
 
 
 def bare(x, w, sizes):

@@ -111,7 +111,6 @@ class _Cut:
         self._others: list[Result] = []
         self._steps: dict[Equation | Variable, Step] = {}
         self._known: set[Variable] = set(self._operands)
-        self._run: set[Equation] = set()
         self._arranged: set[str] = set()
         for atom in program.outputs:
             if isinstance(atom, Variable) and atom not in self._known:
@@ -129,7 +128,7 @@ class _Cut:
         reduced: set[Atom] = {x for x, made in tracker.results.items() if type(made) is not Stack}
         recomputed: set[Atom] = set()
         for equation in self._program.equations:
-            if equation not in self._run:
+            if equation not in self._steps:
                 continue
             if not reduced.isdisjoint(equation.inputs):
                 compares = equation.name in op_table.COMPARISONS
@@ -269,9 +268,8 @@ class _Cut:
         return stored and self._tracker.may_store(variable)
 
     def _evaluate(self, equation: Equation) -> None:
-        if equation in self._run:
+        if equation in self._steps:
             return
-        self._run.add(equation)
         for atom in equation.inputs:
             self._need(atom)
         step = Step(equation.inputs, equation.outputs, lambda finished, *xs: equation.evaluate(*xs))
@@ -342,7 +340,7 @@ class _Cut:
         names: list[str] = []
         for equation in self._program.equations:
             reasons = [self._tracker.uncovered.get(v, ()) for v in equation.outputs]
-            if equation not in self._run or not any(map(self._tracker.depends, equation.outputs)):
+            if equation not in self._steps or not any(map(self._tracker.depends, equation.outputs)):
                 continue
             covered = op_table.covered(equation.name) or equation.name in _KNOWN
             arrays = [*equation.inputs, *equation.outputs]

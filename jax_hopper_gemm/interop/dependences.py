@@ -227,11 +227,7 @@ def dependence(equations: Sequence[Any], among: Iterable[int]) -> Callable[[int,
 
 
 class NoPlace(Exception):
-    """A launch has no place among the equations: it cannot run before what it reads."""
-
-    def __init__(self, launch: Any):
-        super().__init__(launch)
-        self.launch = launch
+    """A launch, its argument, has no place among equations: it cannot run before what it reads."""
 
 
 def ordered(

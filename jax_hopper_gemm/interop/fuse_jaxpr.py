@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ..primitives.define import accumulator_dtype, request_of
 from ..primitives.fused_primitive import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .dependences import Dependences, NoPlace, ordered
-from .halves import Halved, of_one_array, with_halves
+from .halves import of_one_array, with_halves
 from .inlined import inlined, with_constants
 from .kinds import PRODUCTS, Along, nbytes
 from .placement import in_place, updates_ordered
@@ -49,22 +49,18 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         try:
             return with_constants(*_fused(*with_halves(equations, results, may_be_a_gate)), held)
         except _NoGate as error:
-            whole.update(error.products)
+            whole.update(error.args)
 
 
 class _NoGate(Exception):
-    """Products stand as two though these are no gate of one kernel."""
-
-    def __init__(self, halved: Sequence[Halved]):
-        super().__init__(halved)
-        self.products = [x.whole.outvars[0] for x in halved]
+    """Products, whose results it has, stand as two though these are no gate of one kernel."""
 
 
 def _fused(
-    equations: list[Any], results: list[Any], halved: Sequence[Halved]
+    equations: list[Any], results: list[Any], wholes: dict[tuple[int, ...], Any]
 ) -> tuple[list[Any], list[Any]]:
     program = Program(equations, results)
-    kernels = _Launches(equations, halved)
+    kernels = _Launches(equations, wholes)
     alone = kernels.absent()  # products that take nothing along
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
@@ -72,8 +68,8 @@ def _fused(
     search = Regions(dependences)
     while True:
         together = {x.products for x in search.regions}
-        if no_gates := [x for x in halved if x.numbers not in together]:
-            raise _NoGate(no_gates)
+        if no_gates := [x.outvars[0] for pair, x in wholes.items() if pair not in together]:
+            raise _NoGate(*no_gates)
         found = {x: kernels.of(x) for x in search.regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         reasons = {x: refusal for x, (_, refusal) in found.items() if refusal}
@@ -83,7 +79,7 @@ def _fused(
                 new = launched_together(_ordered(dependences, launches, results))
                 return updates_ordered(new, results), results
             except NoPlace as error:
-                refused = [error.launch]
+                refused = [*error.args]
         for region in refused:  # less of it is tried
             refusal = reasons.get(region)
             if region.sums and not (refusal and refusal.of_less):
@@ -108,9 +104,9 @@ class Refusal(NamedTuple):
 class _Launches:
     """The equations that stand for the regions of a program, and why XLA should compute some."""
 
-    def __init__(self, equations: Sequence[Any], halved: Iterable[Halved] = ()):
+    def __init__(self, equations: Sequence[Any], wholes: Mapping[tuple[int, ...], Any]):
         self._equations, self._device = equations, current_device()
-        self._whole = {x.numbers: x.whole for x in halved}  # by numbers of the two products
+        self._wholes = wholes  # by numbers of the two products that stand for each
         self._makers = {x: equation for equation in equations for x in equation.outvars}
         self._known: dict[Any, tuple[Any, Refusal | None]] = {}  # by content of a region
         self._alike: dict[Any, tuple[dict[str, Any], Refusal | None]] = {}  # by its structure
@@ -138,7 +134,7 @@ class _Launches:
         )  # fmt: skip
         empty = tuple(_empty_rows(self._equations, region, function.invars)) if sizes else ()
         as_stored, again = "columns" in region.sums, [x.aval for x in region.kept]
-        whole = self._whole.get(region.products)
+        whole = self._wholes.get(region.products)
         apart = [whole] if whole else products  # what runs without the region
         asked = map(_asked, (*products, *apart))
         placed = in_place(region, self._equations, len(sizes))
@@ -262,7 +258,7 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     Products that nothing follows which a kernel computes are left out.
     """
     reasons: dict[int, str] = {}
-    kernels = _Launches(equations)
+    kernels = _Launches(equations, {})
     for region in Regions(Dependences(Program([*equations], [*results]))).regions:
         if not region.whole:
             continue

@@ -6,7 +6,7 @@ A program cuts the array, or the product by it, as in `gate, up = jnp.split(x @ 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jax import lax
@@ -64,20 +64,13 @@ def _half(x: Any, makers: dict[Any, Any]) -> tuple[Any, int, int] | None:
     return cut.invars[0], axis, cut.params["start_indices"][axis]
 
 
-@dataclass(frozen=True)
-class Halved:
-    """A product that stands as two, by the halves of its weights."""
-
-    whole: Any  # its equation
-    numbers: tuple[int, ...]  # of the equations of the two
-
-
 def with_halves(
     equations: Sequence[Any], results: Sequence[Any], may_be_a_gate: Callable[[Any], bool]
-) -> tuple[list[Any], list[Any], list[Halved]]:
+) -> tuple[list[Any], list[Any], dict[tuple[int, ...], Any]]:
     """Returns the equations and results with two products for each that the program cuts in two.
 
-    Elementwise equations may come between a product and its cut, as those of a bias.
+    Then, by the numbers of the two, the equation of the one that they stand for. Elementwise
+    equations may come between a product and its cut, as those of a bias.
 
     Args:
       may_be_a_gate: of a product that is cut so; where it says no, the product stays whole.
@@ -85,19 +78,19 @@ def with_halves(
     axes = _axes_of_cuts(equations, results)
     cut = {x.outvars[0] for x in equations if _may_be_halved(x, axes) and may_be_a_gate(x)}
     if not cut:
-        return list(equations), list(results), []
+        return list(equations), list(results), {}
     halving = _Halving(axes)
-    found: list[Halved] = []
+    wholes: dict[tuple[int, ...], Any] = {}
     for equation in map(halving.renamed, equations):
         if not cut.isdisjoint(equation.outvars):
-            found.append(Halved(equation, halving.add_products(equation)))
+            wholes[halving.add_products(equation)] = equation
         elif halving.halves.keys().isdisjoint(variables(equation.invars)):
             halving.equations.append(equation)
         elif equation.outvars[0] in axes:
             halving.add_elementwise(equation)
         else:
             halving.add_cut(equation)
-    return halving.equations, renamed(results, halving.names), found
+    return halving.equations, renamed(results, halving.names), wholes
 
 
 def _axes_of_cuts(equations: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:

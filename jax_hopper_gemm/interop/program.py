@@ -52,8 +52,7 @@ class Program:
         equation, inputs = self.equations[number], self.inputs[number]
         if self.kinds[number] not in ("elementwise", "layout") and not converts_sums(equation):
             return ()
-        shape = equation.outvars[0].aval.shape
-        met = [x for x in inputs if x.aval.shape == shape or meets(x, equation)]
+        met = [x for x in inputs if meets(x, equation)]
         return inputs if len(met) == len(inputs) else tuple(met)
 
 

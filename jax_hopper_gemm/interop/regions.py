@@ -50,7 +50,11 @@ class Regions:
         self._by_bit = self._paired()
         self._owners = self._given_owners()
         self._stored = Stored(dependences, self._by_bit, self._owners)
-        self.regions = self._completed()
+        owned: dict[Region, list[Any]] = {x: [] for x in self._by_bit.values()}
+        for variable, region in self._owners.items():
+            owned[region].append(variable)
+        # Those that are more than a product.
+        self.regions = [x for x, variables in owned.items() if self._fill(x, variables)]
         self._find_last_read()
 
     # Gates, and owners.
@@ -169,13 +173,6 @@ class Regions:
         return True
 
     # The whole of each region.
-
-    def _completed(self) -> list[Region]:
-        """Fills regions in, and returns those that are more than a product."""
-        owned: dict[Region, list[Any]] = {x: [] for x in self._by_bit.values()}
-        for variable, region in self._owners.items():
-            owned[region].append(variable)
-        return [x for x, variables in owned.items() if self._fill(x, variables)]
 
     def _fill(self, region: Region, owned: Sequence[Any]) -> bool:
         """Fills in a region, which owns these variables; False if it has nothing but a product."""

@@ -331,16 +331,12 @@ def _traced(rewriting: Rewriting, function: Callable[..., Any], *args: Any) -> A
     return (with_our_products(program, rewriting), *extras)
 
 
-def _run(rewriting: Rewriting, function: Callable[..., Any], *args: Any) -> Any:
-    return run_with_our_products(function, args, {}, rewriting)
-
-
 # Parameters that JAX traces to programs later, for a derivative or a part of the results.
 _RULES = {
     "jvp_jaxpr_fun": _traced,
     "fwd_jaxpr_thunk": _traced,
     "fun_jaxpr_thunk": _traced,
-    "bwd": _run,
+    "bwd": lambda rewriting, function, *args: run_with_our_products(function, args, {}, rewriting),
 }
 
 

@@ -66,7 +66,7 @@ def launched_together(equations: Sequence[Any]) -> list[Any]:
         try:
             return _ordered(equations, groups)
         except NoPlace as found:
-            groups = [x for x in groups if x[-1].number != found.launch]
+            groups = [x for x in groups if x[-1].number not in found.args]
     return list(equations)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax import typeof
-from jax.core import Tracer
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
@@ -111,10 +110,8 @@ def run_steps(
         return follow.apply(*products)
     options = with_range(options, steps, lhs)
     types = typeof(lhs), tuple(map(typeof, rights))
-    own, operands = settled(
-        steps, lambda: _wide_products(product, options, *types), operands,
-        eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
-    )  # fmt: skip
+    products = partial(_wide_products, product, options, *types)
+    own, operands = settled(steps, products, operands, lhs, options)
     return _traced_steps(product, lhs, rights, operands, own, options, dtypes)
 
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, typeof
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import varying_together
@@ -234,10 +233,8 @@ def run_with_epilogue(
         reason = left_to_lax(lhs, rights[0], sizes, out_sharding, BASIC)
         raise ValueError(f"{function.op}: {reason}")
     options = with_range(options, function, lhs)
-    own, seen = settled(
-        function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
-        eager=not isinstance(lhs, Tracer), by_xla=options.implementation == "xla",
-    )  # fmt: skip
+    products = partial(arrays.wide_products, options)
+    own, seen = settled(function, products, arrays.seen_from_rows(operands), lhs, options)
     consts = seen[len(operands) :]
     if any(x.ndim == 3 for x in consts):  # they would be by groups
         own, consts = function, ()

@@ -23,6 +23,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from ..fusion.memo import interned, trace_context
+from ..gemm.product import Options
 from . import checks
 from .activations import ACTIVATIONS
 from .steps import Gate, Steps, evaluate, program
@@ -54,9 +55,8 @@ def settled(
     function: Steps | Gate,
     products: Callable[[], Sequence[Any]],
     operands: tuple[Any, ...],
-    *,
-    eager: bool,
-    by_xla: bool,
+    lhs: Any,
+    options: Options,
 ) -> tuple[Steps | Gate | Settled, tuple[Any, ...]]:
     """Returns a function that is equal for all that compute the same, and its operands.
 
@@ -66,8 +66,9 @@ def settled(
     Args:
       products: gives abstract values.
       operands: the function's; abstract values stand for what a kernel makes.
-      eager: whether the product runs at once, so that a program may be compiled for it alone.
-      by_xla: whether no kernel computes the function: it may have any effects.
+      lhs: of the product. If it is no tracer, that runs at once: a program may be compiled for it.
+      options: of the product. Where XLA runs it, no kernel computes the function: it may have any
+        effects.
     """
     users = {name: getattr(function, name, None) for name in ("activation", "epilogue")}
     users = {name: x for name, x in users.items() if x is not None and id(x) not in _STABLE}
@@ -78,9 +79,9 @@ def settled(
     types = tuple(x if isinstance(x, ShapedArray) else jax.typeof(x) for x in operands)
     key = trace_context(), tuple(names), replace(function, **names), seen, types
     if (settled_before := memory.get(key)) is None:
-        own, consts = _traced(function, seen, operands, by_xla)
+        own, consts = _traced(function, seen, operands, options)
         if own is None:
-            if eager:
+            if not isinstance(lhs, Tracer):
                 _warn_of_compiling(function.op, tuple(users.values()))
             return function, operands
         settled_before = own, consts
@@ -103,11 +104,11 @@ def _memory_of(users: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _traced(
-    function: Any, products: Sequence[Any], operands: tuple[Any, ...], by_xla: bool
+    function: Any, products: Sequence[Any], operands: tuple[Any, ...], options: Options
 ) -> tuple[Settled | None, tuple[Any, ...]]:
     """Returns a function settled and the arrays that it closes over; None if it cannot be."""
     closed, _, several = program(function, products, operands)
-    if not by_xla:
+    if options.implementation != "xla":
         checks.check_effects(function.op, closed)
     consts = tuple(closed.consts)
     if consts:

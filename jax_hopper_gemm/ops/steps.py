@@ -197,11 +197,9 @@ class Traced:
         alike = taken == (product.shape, self.dtypes[0]) and product.shape == self.shapes[0]
         return (index,) if alike else ()
 
-    def structured(self, results: Any) -> Any:
+    def structured(self, results: Sequence[Any]) -> Any:
         """Returns the results as the user's function would."""
-        if isinstance(results, tuple) and not self.several:
-            return results[0]
-        return results
+        return tuple(results) if self.several else results[0]
 
 
 def traced(

@@ -82,14 +82,6 @@ class Operands:
     def all(self) -> tuple[Operand, ...]:
         return (self.left, *self.rights)
 
-    def in_order_of_result(self) -> Operands:
-        """Returns those of a product whose left operand's free axes come first in the result."""
-        (right,) = self.rights
-        free = [a for a in self.product.subscripts.out if a not in self.product.subscripts.batch]
-        if not free or free[0] in self.left.letters:
-            return self
-        return replace(self, left=right, rights=(self.left,))
-
     def aligned(self) -> Operands:
         """Returns the same with as much K, of zeros at its end, as lines of a kernel need."""
         contracted = self.product.subscripts.contracted
@@ -242,18 +234,21 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     if not found.blocks:
         values, sizes = [x.values for x in found.all], next(iter(found.sizes), None)
-        return fused_dot(_scaled, values, _factors(found), whole, out_dtypes=(dtype,), sizes=sizes)
+        (y,) = fused_dot(_scaled, values, _factors(found), whole, out_dtypes=(dtype,), sizes=sizes)
+        return y
     if whole.groups:
         return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
     batch, contracted = len(whole.subscripts.batch), whole.subscripts.contracted
-    found = found.in_order_of_result()
-    left, (right,) = found.left, found.rights
+    left, right = found.all
+    first = next((a for a in whole.subscripts.out if a not in whole.subscripts.batch), "")
+    if first not in left.letters:  # the left one's free axes come first in the result
+        left, right = right, left
     extents = left.extents | right.extents
-    ends = [x.letters[batch : len(x.letters) - len(contracted)] for x in found.all]
+    ends = [x.letters[batch : len(x.letters) - len(contracted)] for x in (left, right)]
     lead, k = left.scale.shape[:-2], prod(extents[a] for a in contracted)
     lhs, rhs = (
         x.values.reshape(*lead, prod(extents[a] for a in end), k)
-        for x, end in zip(found.all, ends, strict=True)
+        for x, end in zip((left, right), ends, strict=True)
     )
     flat = replace(whole, subscripts=BATCHED if batch else SCALED, out_sharding=None)
     (out,) = scaled_dot((lhs, rhs), (left.scale, right.scale), flat)

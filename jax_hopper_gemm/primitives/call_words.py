@@ -18,6 +18,9 @@ from ..gemm.groups import Groups
 from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 
+# By name; "DEFAULT" is that of `Precision`.
+PRECISIONS = {**lax.DotAlgorithmPreset.__members__, **lax.Precision.__members__}
+
 
 def precision_names(precision: Any) -> list[str] | None:
     """Returns a precision of `lax.dot_general_p` as JSON; None where it has no names."""
@@ -45,7 +48,7 @@ def options_to_words(options: Options) -> dict[str, Any] | None:
 def options_of_words(words: Mapping[str, Any]) -> Options:
     """Returns the options that `options_to_words` made `words` of, among others."""
     preferred = words.get("preferred_element_type")
-    precision = tuple(map(_precision, words["precision"]))
+    precision = tuple(PRECISIONS[name] for name in words["precision"])
     return Options(
         implementation=words["implementation"],
         precision=precision if len(precision) == 2 else (*precision, None)[0],
@@ -53,11 +56,6 @@ def options_of_words(words: Mapping[str, Any]) -> Options:
         max_sms=words.get("max_sms"),
         batch_invariant=words.get("batch_invariant", False),
     )
-
-
-def _precision(name: str) -> lax.Precision | lax.DotAlgorithmPreset:
-    named = lax.Precision if name in lax.Precision.__members__ else lax.DotAlgorithmPreset
-    return named[name]
 
 
 @dataclass(frozen=True)

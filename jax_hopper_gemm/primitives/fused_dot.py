@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.core import eval_jaxpr
 
 from ..fusion.jaxprs import abstract, traced, varying_together
 from ..gemm.dtypes import residual_of
@@ -33,15 +32,15 @@ def fused_dot(
     operands: Sequence[Any],
     product: Product,
     *,
-    out_dtypes: Sequence[Any] | None = None,
+    out_dtypes: Sequence[Any],
     in_place: Sequence[int | None] = (),
     sizes: jax.Array | None = None,
     blocks: tuple[Any, Any] | None = None,
-) -> Any:
-    """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
+) -> list[jax.Array]:
+    """Returns the results of `function(product, *operands)`, or `function(gate, up, *operands)`.
 
     The function sees products as float32 arrays of the result's axes; of types that float32
-    cannot hold they keep their own. Arrays that it closes over are operands, too.
+    cannot hold they keep their own. It closes over no array.
 
     With `sizes` the product is a ragged one. Of a contraction the function sees the matrices of
     all W groups, (W, K, N), that of an empty one as 0, and its operands as they are. Of T rows in
@@ -55,16 +54,15 @@ def fused_dot(
       factors: the left operand, and the right one; or gate and up, of one shape; or one array that
         stacks them, along an axis of extent 2 whose letter stands nowhere else in its subscripts.
       product: its options are canonical. `preferred_element_type` is the dtype of the product
-        without a function: a result with the product's shape that the function leaves as it came is
-        cast to it.
-      out_dtypes: those that the results are cast to; None: no such wishes.
+        without a function.
+      out_dtypes: those that the results are cast to.
       in_place: of the first results, the operand whose memory each may take, if both are alike.
       sizes: of a ragged product, as in `hopper_ragged_dot`.
       blocks: scales of blocks of both operands, as in `scaled_dot`.
     """
     operands = tuple(map(jnp.asarray, operands))
-    product_dtype, groups = product.options.preferred_element_type, product.groups
-    product = product.with_options(preferred_element_type=accumulator_dtype(product_dtype))
+    groups, dtype = product.groups, accumulator_dtype(product.options.preferred_element_type)
+    product = product.with_options(preferred_element_type=dtype)
     of_rows = groups if groups and not is_varlen_k(product.subscripts) else None
     if groups:
         assert sizes is not None
@@ -82,18 +80,12 @@ def fused_dot(
         partial(accumulators_of, product, by_xla=True),
         lhs, right_operands, *operands[: product.num_sizes_operands],
     )  # fmt: skip
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
-    results, structure = jax.tree.flatten(shapes)
-    plain = accumulators[0].shape, accumulators[0].dtype
-    dtypes = out_dtypes or [
-        product_dtype if (x.shape, x.dtype) == plain else x.dtype for x in results
-    ]
-    products, count = len(accumulators), len(accumulators) + len(operands)
+    products = len(accumulators)
 
     def completed(*args: Any) -> list[Any]:
         """Returns the results in their dtypes; of rows in groups 0 in rows of no group."""
-        outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
-        cast = [lax.convert_element_type(x, to) for x, to in zip(outputs, dtypes, strict=True)]
+        outputs = jax.tree.leaves(function(*args))
+        cast = [lax.convert_element_type(x, to) for x, to in zip(outputs, out_dtypes, strict=True)]
         if of_rows is None:
             return cast
         return [
@@ -104,20 +96,16 @@ def fused_dot(
         ]
 
     params = {
-        "jaxpr": traced(completed, *accumulators, *operands, *closed.consts),
+        "jaxpr": traced(completed, *accumulators, *operands),
         "product": product,
         "num_b": len(right_operands),
         "in_place": tuple(in_place),
     }
-    others = (*operands, *closed.consts)
     if blocks:
-        results = scaled_dot(factors, blocks, product, others, params["jaxpr"], params["in_place"])
-    elif product.options.implementation == "xla":
-        by_jax = product.options.by_jax
-        results = reference_fused(*factors, *others, **params, by_xla=by_jax)
-    else:
-        results = hopper_fused_p.bind(*factors, *others, **params)
-    return jax.tree.unflatten(structure, results)
+        return scaled_dot(factors, blocks, product, operands, params["jaxpr"], params["in_place"])
+    if product.options.implementation == "xla":
+        return reference_fused(*factors, *operands, **params, by_xla=product.options.by_jax)
+    return hopper_fused_p.bind(*factors, *operands, **params)
 
 
 def _by_rows(

@@ -41,10 +41,9 @@ from .accumulators import accumulators_of, batched_product, multiply
 from .auto_axes import stated_sharding
 from .define import Rule, Rules, accumulator_dtype, define_primitive
 from .dot import as_cotangent, entering
-from .fused_dot_sharded import NAME, RAGGED
+from .fused_dot_sharded import NAME, RAGGED, fused_of_shards
 from .fused_grad import Recompute, epilogue_tangent_p
 from .fused_lowering import fused_lowering, request_of
-from .fused_shards import fused_of_shards
 from .segments import segment_broadcast_p, segment_mask, segment_mask_p
 
 

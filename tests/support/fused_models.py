@@ -8,10 +8,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
 
+from jax_hopper_gemm.fusion.jaxprs import abstract, varying_together
+from jax_hopper_gemm.gemm.groups import is_varlen_k
 from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
+from jax_hopper_gemm.primitives.accumulators import accumulators_of
+from jax_hopper_gemm.primitives.define import accumulator_dtype
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
+
+
+def fused_dot_of(function, factors, operands, product, *, out_dtypes=None, sizes=None, **arguments):
+    """`fused_dot` of a function of any results, which may close over arrays, as `ops.steps` has it.
+
+    Without `out_dtypes` results like the product are cast to its dtype, others keep theirs.
+    """
+    dtype, operands = product.options.preferred_element_type, tuple(map(jnp.asarray, operands))
+    wide = product.with_options(preferred_element_type=accumulator_dtype(dtype))
+    count, of_groups = len(factors), () if sizes is None else (sizes,)
+    together = varying_together(*factors, *of_groups)
+    factors, of_groups = together[:count], together[count:]
+    products = abstract(partial(accumulators_of, wide, by_xla=True), factors[0], factors[1:],
+                        *of_groups)  # fmt: skip
+    rows = sizes is not None and not is_varlen_k(product.subscripts)
+    like = products[0].update(weak_type=False)
+    seen = [
+        like.update(shape=(like.shape[0], x.shape[2]), dtype=x.dtype) if rows and x.ndim == 3 else x
+        for x in operands
+    ]
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*products, *seen)
+    results, structure = jax.tree.flatten(shapes)
+    plain, count = (like.shape, like.dtype), len(products) + len(operands)
+    out_dtypes = out_dtypes or [dtype if (x.shape, x.dtype) == plain else x.dtype for x in results]
+
+    def flat(*args):
+        return eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
+
+    found = fused_dot(
+        flat, factors, (*operands, *closed.consts), product, out_dtypes=out_dtypes, sizes=sizes,
+        **arguments,
+    )  # fmt: skip
+    return jax.tree.unflatten(structure, found)
 
 
 def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding=None, **options):
@@ -19,7 +57,7 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding
     arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
     settings: dict[str, Any] = {"preferred_element_type": jnp.result_type(lhs, *rights)}
     product = Product(Subscripts.parse(subscripts), Options(**settings | options), out_sharding)
-    return fused_dot(function, (lhs, *rights), operands, product, **arguments)
+    return fused_dot_of(function, (lhs, *rights), operands, product, **arguments)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = "float32", scale: float = 1.0) -> jax.Array:
