@@ -339,6 +339,10 @@ def on(mesh_shape, names, **options):
         (lambda: nn.from_maxtext({"wi_0": 1, "wo": 1}), "from_maxtext: gate, wi_1 missing"),
         (lambda: nn.from_huggingface({}, prefix="a."), "from_huggingface: a.gate.weight missing"),
         (
+            lambda: nn.from_huggingface({"b.gate.weight": 0}, prefix="a."),
+            r"a.gate.weight missing, given are \['b.gate.weight'\]",
+        ),
+        (
             lambda: nn.from_huggingface({"gate.weight": np.ones((8, 6))}),
             "no experts after prefix '': expected experts.0.w1.weight",
         ),

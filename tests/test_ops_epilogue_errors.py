@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,11 @@ def add(y, x):
 
 def nothing(y):
     del y
+
+
+class Pair(NamedTuple):
+    y: Any
+    z: Any
 
 
 class Unhashable:
@@ -108,6 +113,12 @@ CASES = [
      "return statement?"),
     (lambda: MATMUL(A, B, epilogue=lambda y: (y, jax.random.key(0))), TypeError,
      "matmul: epilogue returned key<fry>[], expected numbers"),
+    (lambda: MATMUL(A, B, epilogue=lambda y: [y, y]), TypeError,
+     "matmul: epilogue returned a list, expected an array or a tuple of arrays: return tuple(...) "
+     "of it"),
+    (lambda: MATMUL(A, B, epilogue=lambda y: Pair(y, y)), TypeError,
+     "matmul: epilogue returned a Pair, expected an array or a tuple of arrays: return tuple(...) "
+     "of it"),
     (lambda: MATMUL(A, B, epilogue=lambda y: ()), TypeError,
      "matmul: epilogue returned an empty tuple, expected an array or a tuple of arrays"),
     (lambda: MATMUL(A, B, epilogue=lambda y: (y, {"sum": y.sum()})), TypeError,

@@ -81,10 +81,10 @@ CASES = [
      "lhs is bf16[2,3,4], rhs is bf16[5,4,3]"),
     (lambda: jhg.dot_general(A, B, (((1.5,), (0,)), NO_BATCH)), TypeError,
      "dot_general: dimension_numbers is (((1.5,), (0,)), ((), ())), expected "
-     "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"),
+     "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each an axis or several"),
     (lambda: jhg.dot_general(A, B, ((1,), (0,))), TypeError,
      "dot_general: dimension_numbers is ((1,), (0,)), expected "
-     "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"),
+     "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each an axis or several"),
     (lambda: jhg.einsum("mk,kn,no->mo", A, B, B.T, epilogue=jnp.tanh), ValueError,
      "einsum: 3 operands came with an epilogue, which follows a product of two"),
     (lambda: jhg.einsum("mk,nk->mn", A, B), ValueError, "einsum: 'k' in 'mk,nk->mn' is 64 and 32"),
@@ -101,7 +101,7 @@ CASES = [
      "recipes.BlockScaling()"),
     (lambda: jhg.einsum("mk,kn->", A, B, recipe=jhg.recipes.BlockScaling()), NotImplementedError,
      "einsum: subscripts 'mk,kn->' of quantized arrays, or by a recipe, are not those of one "
-     "product without an ellipsis, such as 'bmk,kn->bmn': write them so, dequantize the arrays, or "
+     "product, such as '...mk,kn->...mn': write them so, dequantize the arrays, or "
      "leave the recipe out"),
     (lambda: EINSUM(A, B), TypeError,
      "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'"),

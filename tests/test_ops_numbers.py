@@ -101,6 +101,7 @@ def test_numpy_arrays_and_wrapped_arrays_are_taken():
 
 DOTS = [
     ((3, 4), (4, 5), (((1,), (0,)), ((), ()))),
+    ((3, 4), (4, 5), ((1, 0), ((), ()))),
     ((4, 3), (5, 4), (((0,), (1,)), ((), ()))),
     ((2, 3, 4), (2, 4, 5), (((2,), (1,)), ((0,), (0,)))),
     ((3, 2, 4), (4, 5, 2), (((2,), (0,)), ((1,), (2,)))),
@@ -169,6 +170,24 @@ def test_bfloat16_with_an_epilogue_runs_where_xla_cpu_cannot_sum_in_float32(
     mapped, both = partial(jax.vmap, in_axes=(None, 0)), np.stack([rhs, -np.asarray(rhs)])
     ours, theirs = (jax.jit(mapped(f))(lhs, both) for f in (ours, theirs))
     jax.tree.map(assert_same, ours, theirs)
+
+
+@pytest.mark.parametrize("read", [
+    lambda y: y.T, lambda y: jnp.cumsum(y, 0), lambda y: jnp.sum(y.T, 0),
+])  # fmt: skip
+def test_bfloat16_into_float32_runs_on_xla_cpu_whatever_transposes_the_product(read):
+    lhs, rhs = integers((8, 6), "bfloat16"), integers((6, 5), "bfloat16", seed=1)
+    weights, sizes = jnp.stack([rhs, -rhs]), jnp.array([3, 5])
+    expected = read(jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32))
+    followed = jhg.matmul(lhs, rhs, epilogue=read)
+    assert_same(followed, expected.astype(followed.dtype))
+    wide = partial(jhg.matmul, preferred_element_type=jnp.float32)
+    assert_same(jax.jit(lambda *args: read(wide(*args)))(lhs, rhs), expected)
+    ragged = partial(jhg.ragged_dot, preferred_element_type=jnp.float32)
+    sums = jax.jit(lambda *args: read(ragged(*args)))(lhs, weights, sizes)
+    assert_same(sums, read(ragged(lhs, weights, sizes)))
+    pull = jax.grad(lambda lhs: jnp.sum(read(wide(lhs, rhs)) ** 2))
+    assert_same(jax.jit(pull)(lhs), pull(lhs))
 
 
 MANY = [

@@ -307,6 +307,18 @@ def test_results_have_the_same_dtypes_whatever_the_order_of_their_axes():
         np.testing.assert_array_equal(ours, np.asarray(theirs).swapaxes(0, 1), strict=True)
 
 
+def test_an_ellipsis_of_an_einsum_stands_for_axes():
+    x, w = normal((2, 8, 64)).astype(jnp.bfloat16), normal((64, 16)).astype(jnp.bfloat16)
+    for right, options in (
+        (jhg.quantize(w, jnp.int8, (None, 1)), {}),
+        (w, {"recipe": jhg.recipes.CurrentScaling()}),
+    ):
+        expected = jhg.einsum("bmk,kn->bmn", x, right, **options)
+        for subscripts in ("...k,kn->...n", "b...k,k...n->b...n", "...k,kn"):
+            ours = jhg.einsum(subscripts, x, right, **options)
+            np.testing.assert_array_equal(ours, expected, strict=True)
+
+
 # Products: kernels.
 
 

@@ -26,7 +26,10 @@ from .report import CommandError, built, check_file, json_option, make_folder, s
     "wanted", nargs=-1, required=True, type=products.ProductsType(), metavar="MxNxK|SUITE..."
 )
 @products.options
-@click.option("--count", type=products.POSITIVE, default=32, help="Candidates a product [32].")
+@click.option(
+    "--count", type=products.POSITIVE, default=32,
+    help="Candidates a product, of the fastest of which variants are timed, too [32].",
+)  # fmt: skip
 @click.option(
     "--out",
     type=Path,
@@ -38,7 +41,7 @@ from .report import CommandError, built, check_file, json_option, make_folder, s
     "--build-only",
     type=Path,
     metavar="FOLDER",
-    help="Compile what would be timed into FOLDER, and stop: needs no GPU.",
+    help="Compile what may be timed, all variants, into FOLDER, and stop: needs no GPU.",
 )
 @json_option
 def command(

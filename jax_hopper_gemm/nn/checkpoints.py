@@ -70,10 +70,11 @@ def from_huggingface(
     Raises:
       ValueError: a tensor is missing, or none of these layouts exists.
     """
+    given = state
     state = {
         name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)
     }
-    _require("from_huggingface", state, ("gate.weight",), prefix)
+    _require("from_huggingface", state, ("gate.weight",), prefix, given)
     router = _transposed(state["gate.weight"])
     if "experts.gate_up_proj" in state:
         _require("from_huggingface", state, ("experts.down_proj",), prefix)
@@ -144,10 +145,12 @@ def _transposed(matrix: Any) -> Any:
     return jnp.swapaxes(jnp.asarray(matrix), -1, -2)
 
 
-def _require(op: str, tensors: Mapping[str, Any], names: Any, prefix: str = "") -> None:
+def _require(
+    op: str, tensors: Mapping[str, Any], names: Any, prefix: str = "", given: Any = None
+) -> None:
     missing = [prefix + name for name in names if name not in tensors]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"{op}: {', '.join(missing[:3])}{more} missing, given are {sorted(tensors)[:5]}"
+            f"{op}: {', '.join(missing[:3])}{more} missing, given are {sorted(given or tensors)[:5]}"
         )

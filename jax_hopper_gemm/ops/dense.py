@@ -115,7 +115,8 @@ def matmul(
       ValueError: K differs between the operands, leading axes do not broadcast, or another
         argument does not fit. For shapes of the operands it is a TypeError as well, as in JAX.
       TypeError: an operand is not an array, or a function is not callable.
-      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product; or two
+        `Quantized` have zero points, or scales along K of other blocks than 128 or all.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
     given = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
@@ -188,7 +189,8 @@ def dot_general(
     Raises:
       ValueError: paired axes differ in extent, repeat or do not exist; a TypeError as well.
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
-      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product; or two
+        `Quantized` have zero points, or scales along K of other blocks than 128 or all.
     """
     steps = Steps("dot_general", epilogue=epilogue)
     options = Options(
@@ -259,7 +261,9 @@ def einsum(
     Raises:
       ValueError: an index with two extents, or an epilogue and other than two operands.
       TypeError: an operand is not an array, or `subscripts` is not a string.
-      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product;
+        subscripts of quantized arrays, or by a recipe, that are not one product's; quantized arrays
+        as `matmul` refuses them.
     """
     operands = tuple(as_quantized("einsum", f"operands[{i}]", x) for i, x in enumerate(operands))
     checks.check_einsum(subscripts, operands, epilogue)
@@ -267,7 +271,7 @@ def einsum(
         implementation, precision, preferred_element_type, save_preactivation, cotangent_dtype
     )
     if is_quantized(*operands):
-        form = checks.one_product(subscripts).dot_general()
+        form = checks.one_product(subscripts, operands).dot_general()
         lhs, rhs = operands[::-1] if form.swap_ab else operands
         steps = Steps("einsum")
         if epilogue:
@@ -290,7 +294,7 @@ def einsum(
     )  # fmt: skip
     product = JaxProduct(_einsum, named)
     if recipe is not None:
-        form = checks.one_product(subscripts).dot_general(may_swap=False)
+        form = checks.one_product(subscripts, arrays).dot_general(may_swap=False)
         product = JaxProduct(_in_order, (("form", form), named[-1]))
     following = checks.check_steps("einsum", epilogue, epilogue_operands, steps.plain, options)
     return run(product, tuple(arrays), steps, following, options)

@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 import numpy as np
+from opt_einsum.parser import parse_einsum_input
 
 from ...gemm.subscripts import Subscripts
 from .arguments import COMPLEX, activation_problems, bits, is_array, kind, strong_dtype
@@ -135,13 +136,13 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
         return None
     try:
         checked = tuple(
-            tuple(tuple(map(index, axes)) for axes in pair) for pair in dimension_numbers
+            tuple(tuple(map(index, np.ravel(axes))) for axes in pair) for pair in dimension_numbers
         )
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked
     except (TypeError, ValueError):
         raise TypeError(
             f"{op}: dimension_numbers is {dimension_numbers!r}, expected "
-            "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"
+            "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each an axis or several"
         ) from None
     problems = _axes_problems("lhs", lhs, lhs_contracting + lhs_batch)
     problems += _axes_problems("rhs", rhs, rhs_contracting + rhs_batch)
@@ -172,24 +173,22 @@ def _axes_problems(name: str, x: Any, axes: tuple[int, ...]) -> list[str]:
     return []
 
 
-def one_product(text: str) -> Subscripts:
+def one_product(text: str, operands: Sequence[Any]) -> Subscripts:
     """Returns the subscripts of an einsum that is one product, checked by `check_einsum`.
 
     Raises:
       NotImplementedError: it is not one product.
     """
-    inputs, arrow, out = text.replace(" ", "").partition("->")
+    shapes = map(np.shape, operands)
+    inputs, out, _ = parse_einsum_input((text, *shapes), shapes=True)  # spells an ellipsis out
     terms = inputs.split(",")
-    if not arrow:
-        out = "".join(sorted(x for x in set(inputs) - {","} if inputs.count(x) == 1))
-    arrays = (*terms, out)
-    once = all(len(set(x)) == len(x) for x in arrays)
+    once = all(len(set(x)) == len(x) for x in (*terms, out))
     alone = "".join(x for x in inputs if inputs.count(x) == 1 and x != ",")
-    if len(terms) != 2 or "." in text or not once or set(alone) - set(out):
+    if len(terms) != 2 or not once or set(alone) - set(out):
         raise NotImplementedError(
             f"einsum: subscripts {text!r} of quantized arrays, or by a recipe, are not those of "
-            "one product without an ellipsis, such as 'bmk,kn->bmn': write them so, dequantize "
-            "the arrays, or leave the recipe out"
+            "one product, such as '...mk,kn->...mn': write them so, dequantize the arrays, or "
+            "leave the recipe out"
         )
     return Subscripts(terms[0], terms[1], out)
 

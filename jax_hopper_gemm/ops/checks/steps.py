@@ -86,12 +86,14 @@ def check_activated(op: str, out: Any, y: Any) -> None:
 
 def results(op: str, out: Any) -> tuple[Any, ...]:
     """Returns the results of an epilogue, checked, as a tuple of arrays."""
-    arrays = out if isinstance(out, tuple) else (out,)
+    arrays = out if type(out) is tuple else (out,)
     wrong = [type(x).__name__ for x in arrays if not is_array(x)]
     if not arrays or wrong:
         got = f"a {wrong[0]}" if wrong else "an empty tuple"
-        got = f"a tuple with {got}" if wrong and isinstance(out, tuple) else got
+        got = f"a tuple with {got}" if wrong and arrays is out else got
         hint = ". Has it a return statement?" if out is None else ""
+        if arrays is not out and isinstance(out, list | tuple):
+            hint = ": return tuple(...) of it"
         raise TypeError(
             f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
         )
