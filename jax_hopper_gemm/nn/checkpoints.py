@@ -151,6 +151,5 @@ def _require(
     missing = [prefix + name for name in names if name not in tensors]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"{op}: {', '.join(missing[:3])}{more} missing, given are {sorted(given or tensors)[:5]}"
-        )
+        came = sorted(given or tensors)[:5]
+        raise ValueError(f"{op}: {', '.join(missing[:3])}{more} missing, given are {came}")

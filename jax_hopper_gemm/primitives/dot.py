@@ -72,8 +72,8 @@ def _ordered(dot: DotGeneral, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 # Products of bfloat16 into float32 that XLA:CPU would fail to run, as "Unsupported element type for
 # DotThunk": it widens operands unless a library runs their product, which wants K last on the left.
-# It asks before it folds a transpose into the product: one of the left operand, which is given wider
-# here, or one of the result, which changes the operands' places and which a barrier keeps apart.
+# It asks before it folds a transpose into the product: one of the left operand, which comes wider
+# here, or one of the result, which changes the operands' places, and which a barrier keeps apart.
 
 
 def widens(lhs: jax.Array, rhs: jax.Array, options: dict[str, Any]) -> bool:
