@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -203,6 +204,14 @@ def test_hopper_names_the_condition_that_failed(function, args, reason):
         NotImplementedError, match=f"implementation='hopper': no kernel runs.*{reason}"
     ):
         lowered(function, *args)
+
+
+@pytest.mark.parametrize("shapes", [((0, K), (K, N)), ((M, 0), (0, N)), ((M, K), (K, 0))])
+def test_empty_operands_are_no_fallback(shapes):
+    args = [shape(*extents) for extents in shapes]
+    with jhg.on_fallback("error"):
+        for product in (jhg.matmul, partial(jhg.matmul, batch_invariant=True)):
+            assert LAUNCH not in lowered(product, *args)
 
 
 def test_any_precision_of_16_bit_operands_is_met_by_the_kernel():

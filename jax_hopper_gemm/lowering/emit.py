@@ -37,18 +37,21 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
     """Emits the launch of a product, if a kernel is the answer.
 
     Raises:
-      NotImplementedError: none runs the product, and the user insists on one or wants an error.
+      NotImplementedError: none runs the product, and the user insists on one or wants an error. Of
+        empty operands XLA adds up nothing otherwise than a kernel: `implementation` alone insists.
       ForkedError: the process was forked from one that had kernels loaded.
     """
     results, route = launched(ctx, call)
     if results is not None:
         return results
-    if call.insists:
+    request = call.request
+    empty = 0 in (*request.lhs_shape, *request.rhs_shape)
+    if call.insists and not (empty and request.options.implementation is None):
         raise NotImplementedError(
-            f"{call.request.options.insists}: no kernel runs {call.request}: {route.reason}"
+            f"{request.options.insists}: no kernel runs {request}: {route.reason}"
         )
-    if not route.supported:
-        fallback.report_fallback(ctx, f"XLA runs {call.request}: {route.reason}")
+    if not (route.supported or empty):
+        fallback.report_fallback(ctx, f"XLA runs {request}: {route.reason}")
     return None
 
 

@@ -99,8 +99,8 @@ def ragged_dot(
       `epilogue` returns, as in `matmul`.
 
     Raises:
-      ValueError: ranks or extents do not fit (a TypeError as well, as in JAX), sizes known while
-        tracing are negative, or Explicit mesh axes leave the sharding of the result open.
+      ValueError: ranks or extents do not fit (a TypeError as well, as in JAX), sizes in NumPy
+        are negative, or Explicit mesh axes leave the sharding of the result open.
       TypeError: an operand is not an array, or sizes are no integers.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -205,8 +205,8 @@ def ragged_dot_general(
       The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.
 
     Raises:
-      ValueError: axes or extents do not fit (a TypeError as well, as in JAX), sizes known while
-        tracing are negative, or `alpha`, `beta` or `c` do not fit or came where the ragged axis is
+      ValueError: axes or extents do not fit (a TypeError as well, as in JAX), sizes in NumPy are
+        negative, or `alpha`, `beta` or `c` do not fit or came where the ragged axis is
         not contracted.
       TypeError: an operand is not an array, sizes are no integers, or the dimension numbers have
         another type.
