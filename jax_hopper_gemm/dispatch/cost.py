@@ -211,8 +211,8 @@ def _exchange_cycles(spec: GemmSpec, added: int) -> float:
     """Returns the cycles in which a CTA leaves a partial sum and adds some."""
     nbytes = _partial_bytes(spec)
     taken = nbytes / SM_BYTES_PER_CYCLE
-    arrival = PARTIAL_CYCLES * least(1.0, nbytes / (4 * PARTIAL_ELEMENTS))
-    arrival = most(LEAST_PARTIAL_CYCLES, arrival)
+    large = least(1.0, nbytes / (4 * PARTIAL_ELEMENTS))
+    arrival = most(LEAST_PARTIAL_CYCLES, PARTIAL_CYCLES * large)
     return where(added > 0, HANDOVER_CYCLES + taken, 0.0) + added * (arrival + taken)
 
 
