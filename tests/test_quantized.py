@@ -309,10 +309,8 @@ def test_results_have_the_same_dtypes_whatever_the_order_of_their_axes():
 
 def test_an_ellipsis_of_an_einsum_stands_for_axes():
     x, w = normal((2, 8, 64)).astype(jnp.bfloat16), normal((64, 16)).astype(jnp.bfloat16)
-    for right, options in (
-        (jhg.quantize(w, jnp.int8, (None, 1)), {}),
-        (w, {"recipe": jhg.recipes.CurrentScaling()}),
-    ):
+    by_recipe: dict[str, Any] = {"recipe": jhg.recipes.CurrentScaling()}
+    for right, options in ((jhg.quantize(w, jnp.int8, (None, 1)), {}), (w, by_recipe)):
         expected = jhg.einsum("bmk,kn->bmn", x, right, **options)
         for subscripts in ("...k,kn->...n", "b...k,k...n->b...n", "...k,kn"):
             ours = jhg.einsum(subscripts, x, right, **options)

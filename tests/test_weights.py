@@ -225,7 +225,6 @@ NARROW, WIDE32 = activations(M, K), activations(M, K, dtype=jnp.float32)
         (lambda: jhg.matmul(SQUARE, weights(64)), NotImplementedError, "a scale for each 64"),
         (lambda: jhg.matmul(SQUARE, weights(dtype="int4")), TypeError, "b is of int4 beside"),
         (lambda: jhg.matmul(WIDE32, weights()), TypeError, "quantize it"),
-        (lambda: jhg.einsum("m...,...n->mn", NARROW, weights()), NotImplementedError, "ellipsis"),
         (lambda: jhg.einsum("mk,kn->m", NARROW, weights()), NotImplementedError, "one product"),
         (lambda: weights().pack_weights(), TypeError, "not int4"),
         (
