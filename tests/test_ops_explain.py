@@ -41,6 +41,13 @@ def test_the_explained_kernel_is_the_one_that_is_launched():
     assert (found.waves - 1) * resident < clusters <= found.waves * resident
 
 
+def test_where_xla_is_faster_than_a_kernel_of_transposes_the_product_as_written_is_told():
+    wide = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    found: Any = jhg.explain(jhg.matmul, wide, wide)
+    assert found.path == "xla" and "transposes that it reads" in found.reason
+    assert (found.problem.a.major, found.problem.b.major) == ("k", "n")
+
+
 @pytest.mark.parametrize("shapes", [((4096, 4096), (4096, 8192)), ((4, 4096), (4096, 4096)),
                                     ((64, 100), (100, 64)), ((8,), (8,))])  # fmt: skip
 def test_explain_without_a_request_agrees_with_lowering(shapes):

@@ -71,8 +71,9 @@ def _decided(
         slower = _slower_than_written(form, found, forms, device) if form.request.k_group else None
         if transposing_ns and not kernel_only:
             slower = _slower_than_xla(request, found, transposing_ns, device)
-        if slower:
-            found = Route("xla", slower, "model", found.gemm)
+        if slower:  # XLA runs the product as it is written
+            gemm = route(request, device).gemm if transposing_ns else found.gemm
+            found = Route("xla", slower, "model", gemm)
         routes.append(found)
         # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
         if found.path == "hopper" or (found.supported and not form.widened):
