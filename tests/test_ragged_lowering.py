@@ -209,6 +209,17 @@ def test_empty_products_are_xlas(lhs, rhs):
         lowered(hopper, shape(*lhs), shape(*rhs), shape(rhs[0], dtype=np.int32))
 
 
+@pytest.mark.parametrize("lhs, rhs", [((0, K), (G, K, N)), ((T, K), (0, K, N))])
+def test_empty_products_and_their_gradients_are_no_fallback(lhs, rhs):
+    def total(*args):
+        with jhg.batch_invariant():
+            return jnp.sum(jhg.ragged_dot(*args).astype(jnp.float32))
+
+    args = shape(*lhs), shape(*rhs), shape(rhs[0], dtype=np.int32)
+    with jhg.on_fallback("error"):
+        assert LAUNCH not in lowered(jax.value_and_grad(total, (0, 1)), *args)
+
+
 # Epilogues.
 
 
