@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.moe_reference import assert_close, looped, weights_of
 from support.program_inspection import normal
+from support.trees import assert_equal
 
 from jax_hopper_gemm import moe
 
@@ -254,11 +255,6 @@ def test_gradients_leave_the_selection_bias_alone():
 
 
 # Checkpoints.
-
-
-def assert_equal(ours, theirs):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def mixtral(names=("w1", "w3", "w2"), prefix="model.layers.0.block_sparse_moe."):

@@ -78,7 +78,7 @@ HIDDEN_IN_BATCHES, COUNTER_OF_BATCHES_NS = 1300.0, 1800.0
 # Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
 # of D, or more; of smaller ones in proportion, but no less than the last. With that the kernels of
 # least cost of 1,843 products took 1.019 of the fastest one's time in the mean, before 1.021, and
-# 1.018 for 1.025 of those with up to 64 rows or columns and K from 2,000 on.
+# 1.019 for 1.026 of those with up to 64 rows or columns and K from 2,000 on.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS, LEAST_PARTIAL_CYCLES = 1100.0, 8192, 600.0
 # Chosen for 300 narrow products, of 16 and 8 bits, in TF32 and with weights of 8 and 4 bits, where
 # the kernel of least cost is 1.9 % from the fastest timed: cycles for each SM that is at work, and

@@ -45,8 +45,7 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
     if results is not None:
         return results
     request = call.request
-    groups = request.groups.total if request.groups else 1
-    empty = 0 in (*request.lhs_shape, *request.rhs_shape, groups)
+    empty = 0 in request.extents.values()
     if call.insists and not (empty and request.options.implementation is None):
         raise NotImplementedError(
             f"{request.options.insists}: no kernel runs {request}: {route.reason}"
